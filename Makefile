@@ -1,0 +1,67 @@
+# The front door. `make demo` trains a model with MSA and writes report/; `make test` runs every test
+# this machine can run. Both set up all they need. PYTHON=... uses a Python that already has torch,
+# tvm-ffi and pytest, and then nothing is installed.
+SHELL := /bin/bash
+ifdef PYTHON
+  PY := $(PYTHON)
+  SETUP := :
+  export PYTHONPATH := $(CURDIR)/python:$(PYTHONPATH)
+else
+  PY := $(CURDIR)/.venv/bin/python
+  SETUP := scripts/setup.sh
+endif
+PRESET ?= $(if $(CI),ci,dev)
+BUILD := build/dev
+JOBS ?= $(shell nproc)
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.PHONY: help setup build demo test test-all test-gpu sanitize-gpu check bench docs format lint wheel \
+        example-cpp clean
+
+help:           ## this list
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup:          ## Debian packages and .venv
+	@$(SETUP)
+
+build: setup    ## the C++ library, its tests and the binding
+	@cmake --preset $(PRESET) -DPython3_EXECUTABLE="$$(command -v $(PY))" > build.log 2>&1 || { cat build.log; exit 1; }
+	@grep "Thresher:" build.log || true
+	@cmake --build $(BUILD) -j $(JOBS)
+
+demo: build     ## train a byte-level language model with MSA, write report/
+	$(PY) examples/train_lm.py --out report $(ARGS)
+
+test: build lint ## every fast test this machine can run
+	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
+	$(MAKE) --no-print-directory example-cpp
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-all: build lint ## the slow suites too
+	ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
+	$(PY) -m pytest $(ARGS)
+
+test-gpu:       ## the contract suite on the GPU of this machine
+	@$(MAKE) --no-print-directory build PRESET=gpu
+	ctest --test-dir $(BUILD) --output-on-failure -L gpu
+	THRESHER_TEST_DEVICE=cuda $(PY) -m pytest tests/contract $(ARGS)
+
+example-cpp: build ## examples/cpp against the installed tree
+	@scripts/example_cpp.sh $(BUILD)
+
+wheel: setup    ## dist/thresher-*-py3-none-*.whl
+	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .
+
+bench: build    ## the CPU step beside dense attention
+	$(PY) bench/cpu_step.py $(ARGS)
+
+format: setup   ## clang-format and ruff, in place
+	@git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs -r clang-format -i
+	ruff format . && ruff check --fix .
+
+lint: setup     ## the same, only checked
+	@git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs -r clang-format --dry-run -Werror
+	ruff format --check . && ruff check .
+
+clean:          ## all that was built
+	rm -rf build dist build.log python/thresher/_lib
