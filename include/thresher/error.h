@@ -8,18 +8,17 @@
 namespace thresher {
 
 enum class ErrorCode {
-  kInvalidValue,   // a shape, stride, count or index that the operation does not accept
-  kInvalidType,    // a dtype or device that the operation does not accept
-  kNotSupported,   // a legal problem that the chosen backend does not cover
-  kOutOfMemory,    // a workspace or allocation that is too small or could not be had
-  kDeviceFailure,  // the device reported an error
+  kInvalidValue,  // a shape, stride, count or index that the operation does not accept
+  kInvalidType,   // a dtype or device that the operation does not accept
+  kNotSupported,  // a legal problem that the chosen backend does not cover
+  kOutOfMemory,   // a workspace or allocation that is too small or could not be had
+  kDeviceFailure, // the device reported an error
 };
 
 class Error : public std::runtime_error {
  public:
   Error(ErrorCode code, std::string argument, const std::string& message)
-      : std::runtime_error(argument.empty() ? message : argument + ": " + message),
-        code_(code),
+      : std::runtime_error(argument.empty() ? message : argument + ": " + message), code_(code),
         argument_(std::move(argument)) {}
 
   ErrorCode code() const noexcept { return code_; }
@@ -31,4 +30,4 @@ class Error : public std::runtime_error {
   std::string argument_;
 };
 
-}  // namespace thresher
+} // namespace thresher

@@ -16,7 +16,8 @@ enum class DType : int32_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16
 
 enum class DeviceType : int32_t { kCpu = 0, kCuda = 1 };
 
-// Where an operation runs. `stream` is a cudaStream_t (null: the default stream); the CPU ignores it.
+// Where an operation runs. `stream` is a cudaStream_t (null: the default stream); the CPU ignores
+// it.
 struct Device {
   DeviceType type = DeviceType::kCpu;
   int32_t index = 0;
@@ -49,9 +50,9 @@ struct Tensor {
 // Tokens from q_begin[count] on are padding: never read, their results are zero (lse -inf, ids -1).
 struct Fragments {
   int64_t count = 0;
-  const int32_t* q_begin = nullptr;  // [count + 1], non-decreasing, q_begin[0] == 0
-  const int32_t* k_begin = nullptr;  // [count]; null: q_begin[f]
-  const int32_t* k_len = nullptr;    // [count]; null: q_begin[f + 1] - q_begin[f]
+  const int32_t* q_begin = nullptr; // [count + 1], non-decreasing, q_begin[0] == 0
+  const int32_t* k_begin = nullptr; // [count]; null: q_begin[f]
+  const int32_t* k_len = nullptr;   // [count]; null: q_begin[f + 1] - q_begin[f]
 };
 
 struct Problem {
@@ -77,34 +78,34 @@ struct Workspace {
 
 struct SelectParams {
   Problem problem;
-  Tensor q_proxy;        // [T, Hp, Dp]
-  Tensor k_proxy;        // [Tk, Hpk, Dp]
-  Tensor block_indices;  // out, int32 [Hp, T, K] (batched [N, Hp, S, K]); ascending, -1 to the right
+  Tensor q_proxy;       // [T, Hp, Dp]
+  Tensor k_proxy;       // [Tk, Hpk, Dp]
+  Tensor block_indices; // out, int32 [Hp, T, K] (batched [N, Hp, S, K]); ascending, -1 to the right
 };
 
 struct ForwardParams {
   Problem problem;
-  Tensor q;              // [T, Hq, D]
-  Tensor k;              // [Tk, Hkv, D]
-  Tensor v;              // [Tk, Hkv, D]
-  Tensor q_proxy;        // [T, Hp, Dp]; optional together with k_proxy and proxy_lse
-  Tensor k_proxy;        // [Tk, Hpk, Dp]
-  Tensor block_indices;  // int32 [Hp, T, K]; absent in warmup_forward
-  Tensor out;            // out, [T, Hq, D], dtype of q
-  Tensor lse;            // out, [T, Hq], accumulation dtype, natural logarithm
-  Tensor proxy_lse;      // out, [T, Hp], accumulation dtype; over the same keys as lse
+  Tensor q;             // [T, Hq, D]
+  Tensor k;             // [Tk, Hkv, D]
+  Tensor v;             // [Tk, Hkv, D]
+  Tensor q_proxy;       // [T, Hp, Dp]; optional together with k_proxy and proxy_lse
+  Tensor k_proxy;       // [Tk, Hpk, Dp]
+  Tensor block_indices; // int32 [Hp, T, K]; absent in warmup_forward
+  Tensor out;           // out, [T, Hq, D], dtype of q
+  Tensor lse;           // out, [T, Hq], accumulation dtype, natural logarithm
+  Tensor proxy_lse;     // out, [T, Hp], accumulation dtype; over the same keys as lse
 };
 
 struct KlParams {
   Problem problem;
-  Tensor q;              // [T, Hq, D]
-  Tensor k;              // [Tk, Hkv, D]
-  Tensor q_proxy;        // [T, Hp, Dp]
-  Tensor k_proxy;        // [Tk, Hpk, Dp]
-  Tensor block_indices;  // int32 [Hp, T, K]; absent: all visible keys (warm-up)
-  Tensor lse;            // [T, Hq]
-  Tensor proxy_lse;      // [T, Hp]
-  Tensor kl;             // out, [T, Hp], accumulation dtype; 0 for padding and rows without a key
+  Tensor q;             // [T, Hq, D]
+  Tensor k;             // [Tk, Hkv, D]
+  Tensor q_proxy;       // [T, Hp, Dp]
+  Tensor k_proxy;       // [Tk, Hpk, Dp]
+  Tensor block_indices; // int32 [Hp, T, K]; absent: all visible keys (warm-up)
+  Tensor lse;           // [T, Hq]
+  Tensor proxy_lse;     // [T, Hp]
+  Tensor kl;            // out, [T, Hp], accumulation dtype; 0 for padding and rows without a key
 };
 
 // A gradient that is absent is not computed, and the work that only it needs is skipped.
@@ -112,19 +113,19 @@ struct KlParams {
 // with or without dkl.
 struct BackwardParams {
   Problem problem;
-  Tensor q, k, v;           // as in ForwardParams
-  Tensor q_proxy, k_proxy;  // needed when dkl or kl is given
-  Tensor block_indices;     // absent in warmup_backward
-  Tensor out;               // [T, Hq, D], needed with dout
-  Tensor lse;               // [T, Hq]
-  Tensor proxy_lse;         // [T, Hp], needed when dkl or kl is given
-  Tensor dout;              // [T, Hq, D], gradient of out
-  Tensor dkl;               // [T, Hp], gradient of kl, accumulation dtype
-  Tensor dq;                // out, [T, Hq, D]
-  Tensor dk, dv;            // out, [Tk, Hkv, D]
-  Tensor dq_proxy;          // out, [T, Hp, Dp]
-  Tensor dk_proxy;          // out, [Tk, Hpk, Dp]
-  Tensor kl;                // out, optional, [T, Hp]
+  Tensor q, k, v;          // as in ForwardParams
+  Tensor q_proxy, k_proxy; // needed when dkl or kl is given
+  Tensor block_indices;    // absent in warmup_backward
+  Tensor out;              // [T, Hq, D], needed with dout
+  Tensor lse;              // [T, Hq]
+  Tensor proxy_lse;        // [T, Hp], needed when dkl or kl is given
+  Tensor dout;             // [T, Hq, D], gradient of out
+  Tensor dkl;              // [T, Hp], gradient of kl, accumulation dtype
+  Tensor dq;               // out, [T, Hq, D]
+  Tensor dk, dv;           // out, [Tk, Hkv, D]
+  Tensor dq_proxy;         // out, [T, Hp, Dp]
+  Tensor dk_proxy;         // out, [Tk, Hpk, Dp]
+  Tensor kl;               // out, optional, [T, Hp]
 };
 
-}  // namespace thresher
+} // namespace thresher

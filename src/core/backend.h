@@ -8,20 +8,20 @@
 
 namespace thresher {
 
-#define THRESHER_DECLARE_BACKEND_OPS                                                              \
-  size_t select_blocks_workspace_size(const SelectParams&, const Shapes&, const Device&);         \
-  void select_blocks(const SelectParams&, const Shapes&, const Workspace&, const Device&);        \
-  size_t sparse_forward_workspace_size(const ForwardParams&, const Shapes&, const Device&);       \
-  void sparse_forward(const ForwardParams&, const Shapes&, const Workspace&, const Device&);      \
-  size_t sparse_backward_workspace_size(const BackwardParams&, const Shapes&, const Device&);     \
-  void sparse_backward(const BackwardParams&, const Shapes&, const Workspace&, const Device&);    \
-  size_t warmup_forward_workspace_size(const ForwardParams&, const Shapes&, const Device&);       \
-  void warmup_forward(const ForwardParams&, const Shapes&, const Workspace&, const Device&);      \
-  size_t warmup_backward_workspace_size(const BackwardParams&, const Shapes&, const Device&);     \
-  void warmup_backward(const BackwardParams&, const Shapes&, const Workspace&, const Device&);    \
-  size_t proxy_kl_workspace_size(const KlParams&, const Shapes&, const Device&);                  \
-  void proxy_kl(const KlParams&, const Shapes&, const Workspace&, const Device&);                 \
-  size_t check_block_indices_workspace_size(const ForwardParams&, const Shapes&, const Device&);  \
+#define THRESHER_DECLARE_BACKEND_OPS                                                               \
+  size_t select_blocks_workspace_size(const SelectParams&, const Shapes&, const Device&);          \
+  void select_blocks(const SelectParams&, const Shapes&, const Workspace&, const Device&);         \
+  size_t sparse_forward_workspace_size(const ForwardParams&, const Shapes&, const Device&);        \
+  void sparse_forward(const ForwardParams&, const Shapes&, const Workspace&, const Device&);       \
+  size_t sparse_backward_workspace_size(const BackwardParams&, const Shapes&, const Device&);      \
+  void sparse_backward(const BackwardParams&, const Shapes&, const Workspace&, const Device&);     \
+  size_t warmup_forward_workspace_size(const ForwardParams&, const Shapes&, const Device&);        \
+  void warmup_forward(const ForwardParams&, const Shapes&, const Workspace&, const Device&);       \
+  size_t warmup_backward_workspace_size(const BackwardParams&, const Shapes&, const Device&);      \
+  void warmup_backward(const BackwardParams&, const Shapes&, const Workspace&, const Device&);     \
+  size_t proxy_kl_workspace_size(const KlParams&, const Shapes&, const Device&);                   \
+  void proxy_kl(const KlParams&, const Shapes&, const Workspace&, const Device&);                  \
+  size_t check_block_indices_workspace_size(const ForwardParams&, const Shapes&, const Device&);   \
   void check_block_indices(const ForwardParams&, const Shapes&, const Workspace&, const Device&);
 
 namespace cpu {
@@ -31,8 +31,8 @@ namespace cuda {
 THRESHER_DECLARE_BACKEND_OPS
 // JSON array of the devices found ([] without a GPU); never throws.
 std::string devices_json();
-}
+} // namespace cuda
 
 #undef THRESHER_DECLARE_BACKEND_OPS
 
-}  // namespace thresher
+} // namespace thresher

@@ -9,18 +9,18 @@
 namespace thresher {
 
 struct Shapes {
-  int64_t batch = 1;       // N; 1 for packed tensors
-  int64_t tokens = 0;      // T = batch * tokens_per_row
-  int64_t keys = 0;        // Tk = batch * keys_per_row
+  int64_t batch = 1;  // N; 1 for packed tensors
+  int64_t tokens = 0; // T = batch * tokens_per_row
+  int64_t keys = 0;   // Tk = batch * keys_per_row
   int64_t tokens_per_row = 0;
   int64_t keys_per_row = 0;
-  int32_t q_heads = 0, kv_heads = 0;         // Hq, Hkv; 0 in a selection
-  int32_t proxy_heads = 0, proxy_kv_heads = 0;  // Hp, Hpk (Hpk 0: no proxy tensors given)
-  int32_t dim = 0, proxy_dim = 0;            // D, Dp
-  int32_t block_size = 0, top_k = 0;         // B, K
+  int32_t q_heads = 0, kv_heads = 0;           // Hq, Hkv; 0 in a selection
+  int32_t proxy_heads = 0, proxy_kv_heads = 0; // Hp, Hpk (Hpk 0: no proxy tensors given)
+  int32_t dim = 0, proxy_dim = 0;              // D, Dp
+  int32_t block_size = 0, top_k = 0;           // B, K
   DType dtype = DType::kFloat32;
 
-  int32_t group() const { return q_heads / proxy_heads; }                // G
+  int32_t group() const { return q_heads / proxy_heads; } // G
   int32_t kv_of(int32_t q_head) const { return q_head / (q_heads / kv_heads); }
   int32_t proxy_of(int32_t q_head) const { return q_head / group(); }
   int32_t proxy_kv_of(int32_t proxy_head) const {
@@ -33,13 +33,14 @@ inline int64_t fragment_count(const Problem& problem, const Shapes& shapes) {
   return problem.fragments.q_begin ? problem.fragments.count : shapes.batch;
 }
 
-// A token tensor ([T, H, D] or [N, S, H, D]) or a per-head result ([T, H], [N, S, H]) as base pointer
-// and 64-bit strides: row (n, s), head h is at data + n * batch_stride + s * token_stride + h * head_stride.
+// A token tensor ([T, H, D] or [N, S, H, D]) or a per-head result ([T, H], [N, S, H]) as base
+// pointer and 64-bit strides: row (n, s), head h is at data + n * batch_stride + s * token_stride +
+// h * head_stride.
 template <class T>
 struct TokenView {
   T* data = nullptr;
   int64_t batch_stride = 0, token_stride = 0, head_stride = 0;
-  int64_t per_row = 1;  // S: token t is (t / S, t % S)
+  int64_t per_row = 1; // S: token t is (t / S, t % S)
 
   T* at(int64_t token, int64_t head) const {
     return data + (token / per_row) * batch_stride + (token % per_row) * token_stride +
@@ -54,7 +55,8 @@ TokenView<T> token_view(const Tensor& tensor, bool has_dim = true) {
   const int heads_axis = has_dim ? tensor.rank - 2 : tensor.rank - 1;
   TokenView<T> view;
   view.data = static_cast<T*>(tensor.data);
-  if (!view.data) return view;
+  if (!view.data)
+    return view;
   const bool batched = heads_axis == 2;
   view.head_stride = tensor.stride[heads_axis];
   view.token_stride = tensor.stride[heads_axis - 1];
@@ -64,4 +66,4 @@ TokenView<T> token_view(const Tensor& tensor, bool has_dim = true) {
   return view;
 }
 
-}  // namespace thresher
+} // namespace thresher
