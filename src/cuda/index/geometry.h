@@ -2,7 +2,7 @@
 // be derived from them without a scan. See include/thresher/params.h for the meaning of the arrays.
 #pragma once
 
-#include "common/view.h"
+#include "cuda/common/view.h"
 
 namespace thresher::cuda {
 

@@ -16,8 +16,8 @@
 // order, so that one window and head is worked on at a time (its Q, partials or dQ stay in L2).
 #pragma once
 
-#include "common/workspace.h"
-#include "index/geometry.h"
+#include "cuda/common/workspace.h"
+#include "cuda/index/geometry.h"
 
 #include <cuda_runtime_api.h>
 
