@@ -16,7 +16,9 @@ namespace thresher::cuda {
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
 
-inline bool is_half_type(DType dtype) { return dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
+inline bool is_half_type(DType dtype) {
+  return dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+}
 
 template <class F>
 void with_dtype(DType dtype, F&& f) {

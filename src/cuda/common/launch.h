@@ -39,7 +39,7 @@ class DeviceGuard {
 
 struct DeviceFacts {
   int sm_count = 0;
-  int major = 0, minor = 0;     // compute capability
+  int major = 0, minor = 0;       // compute capability
   int shared_bytes_per_block = 0; // with opt-in
   int shared_bytes_per_sm = 0;
   int l2_bytes = 0;
@@ -52,8 +52,8 @@ const DeviceFacts& device_facts(int device = -1);
 // (programmatic dependent launch, sm_90 on); it must then call ptx::wait_for_predecessor() before
 // it touches global memory. Ignored on older devices.
 template <class... Params, class... Args>
-void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block,
-            size_t shared_bytes, cudaStream_t stream, bool chained, Args&&... args) {
+void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+            cudaStream_t stream, bool chained, Args&&... args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0)
     return;
   if (shared_bytes > 48 * 1024)
@@ -77,8 +77,8 @@ void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block,
 }
 
 template <class... Params, class... Args>
-void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block,
-            size_t shared_bytes, cudaStream_t stream, Args&&... args)
+void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+            cudaStream_t stream, Args&&... args)
   requires(sizeof...(Params) == sizeof...(Args))
 {
   launch(name, kernel, grid, block, shared_bytes, stream, false, std::forward<Args>(args)...);

@@ -13,8 +13,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// --- cp.async -------------------------------------------------------------------------------------
-// 16 bytes global -> shared past L1; the destination is zeroed when !valid (nothing is read then).
+// --- cp.async
+// ------------------------------------------------------------------------------------- 16 bytes
+// global -> shared past L1; the destination is zeroed when !valid (nothing is read then).
 __device__ __forceinline__ void copy_async_16(uint32_t to_shared, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_shared), "l"(from),
                "r"(valid ? 16 : 0)
@@ -35,8 +36,9 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// --- ldmatrix and mma -----------------------------------------------------------------------------
-// Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
+// --- ldmatrix and mma
+// ----------------------------------------------------------------------------- Four 8x8 matrices
+// of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -85,15 +87,17 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
-// --- arithmetic -----------------------------------------------------------------------------------
+// --- arithmetic
+// -----------------------------------------------------------------------------------
 __device__ __forceinline__ float exp2(float x) { // 2^x, 2 ulp; exp2(-inf) = 0
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// --- barriers -------------------------------------------------------------------------------------
-// Named barrier of `threads` threads (a multiple of 32). Id 0 is __syncthreads.
+// --- barriers
+// ------------------------------------------------------------------------------------- Named
+// barrier of `threads` threads (a multiple of 32). Id 0 is __syncthreads.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -101,7 +105,8 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// --- reductions to global memory --------------------------------------------------------------------
+// --- reductions to global memory
+// --------------------------------------------------------------------
 __device__ __forceinline__ void reduce_add(float* address, float a, float b) { // 8-byte aligned
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(a), "f"(b)
@@ -113,8 +118,8 @@ __device__ __forceinline__ void reduce_add(float* address, float a, float b) { /
 }
 __device__ __forceinline__ void reduce_add(float* address, float4 v) { // 16-byte aligned
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
-               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(v.x),
+               "f"(v.y), "f"(v.z), "f"(v.w)
                : "memory");
 #else
   atomicAdd(address, v.x);
@@ -124,7 +129,8 @@ __device__ __forceinline__ void reduce_add(float* address, float4 v) { // 16-byt
 #endif
 }
 
-// --- memory order between CTAs ----------------------------------------------------------------------
+// --- memory order between CTAs
+// ----------------------------------------------------------------------
 __device__ __forceinline__ int32_t load_acquire(const int32_t* address) {
   int32_t value;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -134,8 +140,9 @@ __device__ __forceinline__ void store_release(int32_t* address, int32_t value) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// --- programmatic dependent launch -------------------------------------------------------------------
-// Blocks until the kernels this one was chained to have finished and their writes are visible.
+// --- programmatic dependent launch
+// ------------------------------------------------------------------- Blocks until the kernels this
+// one was chained to have finished and their writes are visible.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
