@@ -39,6 +39,8 @@ struct Geometry {
   __device__ __forceinline__ int32_t fragment_of(int32_t token) const {
     if (!q_begin_array)
       return token / tokens_per_row;
+    if (fragments == 0)
+      return -1;
     int32_t low = 0, high = fragments; // largest f with q_begin(f) <= token
     while (high - low > 1) {
       const int32_t middle = (low + high) >> 1;

@@ -46,16 +46,36 @@ struct IndexOptions {
   bool ordered = false;         // fill `order` (deterministic accumulation)
 };
 
+// Where the keys of a block row lie. All zero: no such block.
+struct BlockRow {
+  int32_t key_begin;   // key row of the block's first key
+  int32_t key_count;   // keys of the block that exist in the document, 1 .. B
+  int32_t block_begin; // position of the block's first key in its document
+  int32_t unused;
+};
+
+// Arrays that only build_index uses.
+struct IndexScratch {
+  char* cleared = nullptr; // start of what must be zero before the first kernel
+  size_t cleared_bytes = 0;
+  int32_t* ticket = nullptr;         // [1] next segment to build
+  uint32_t* segment_state = nullptr; // [windows * Hp] items so far, for the look-back
+  uint32_t* key_starts = nullptr;    // [Tk / 32 + 1] one bit a document start; only with k_begin
+  int32_t* fragment_row = nullptr;   // [fragments] block row of block 0; only with k_begin or k_len
+  int2* pieces = nullptr;            // [max_items] {piece, pieces} of the list; only if ordered
+  int32_t* turns = nullptr;          // [2, Hp, rows] counters behind `order`; only if ordered
+};
+
 // Passed to kernels by value.
 struct BlockIndex {
-  int32_t tokens = 0, proxy_heads = 0, top_k = 0, block_size = 0;
+  int32_t tokens = 0, keys = 0, proxy_heads = 0, top_k = 0, block_size = 0;
   int32_t window_tokens = 0, windows = 0, max_entries = 0;
   int32_t rows = 0;                 // block rows
-  int32_t max_items = 0;            // bound from shapes: sizes grids and queues
+  int32_t max_items = 0;            // bound from shapes: sizes queues
   int32_t* position = nullptr;      // [T] position in the document; -1: padding or no visible key
   int32_t* row_base = nullptr;      // [T] block row of block 0 of the token's document
   uint8_t* slot_count = nullptr;    // [Hp, T] valid ids of the token, 0 .. K
-  int2* row_keys = nullptr;         // [rows] {first key row, keys}; {0, 0}: no such block
+  BlockRow* block_rows = nullptr;   // [rows]
   int32_t* key_row = nullptr;       // [Tk] block row + 1 of a key row; 0: key of no document
   int32_t* row_items = nullptr;     // [Hp, rows] work items of the row, all windows together
   Entry* entries = nullptr;         // [windows * Hp][window_tokens * K]
@@ -65,6 +85,7 @@ struct BlockIndex {
   // same dK/dV rows (x: same kv head) and to the same dK_proxy rows (y: same proxy key head).
   // Waiting for one's turn cannot deadlock when items are taken in list order.
   int2* order = nullptr; // [max_items]
+  IndexScratch scratch;
 
 #if defined(__CUDACC__)
   __device__ __forceinline__ int32_t item_count() const {
@@ -103,7 +124,8 @@ int32_t suggested_window(const Shapes& shapes);
 BlockIndex carve_index(const Problem& problem, const Shapes& shapes, const IndexOptions& options,
                        WorkspaceCarver& workspace);
 
-// Enqueues the kernels that fill it: four launches, five with k_begin given, one more if ordered.
+// Enqueues the kernels that fill it: a clear and two kernels, one more each with k_begin or k_len
+// given and if ordered.
 void build_index(const BlockIndex& index, const Problem& problem, const Shapes& shapes,
                  const Tensor& block_indices, cudaStream_t stream);
 
