@@ -1,0 +1,251 @@
+#include "cuda/sm90/backward/backward.h"
+
+#include "cuda/common/launch.h"
+#include "cuda/sm90/backward/kernel.cuh"
+#include "cuda/sm90/backward/passes.cuh"
+#include "cuda/sm90/backward/proxy.cuh"
+#include "cuda/sm90/backward/tensor_map.h"
+
+#include <algorithm>
+
+namespace thresher::cuda::sm90 {
+
+namespace {
+
+using namespace backward;
+
+// Rows per token on one (proxy head, kv head); 0 when heads do not nest.
+int rows_per_token(const Shapes& s) {
+  const int finer = std::max(s.proxy_heads, s.kv_heads);
+  const int coarser = std::min(s.proxy_heads, s.kv_heads);
+  return finer % coarser == 0 ? s.q_heads / finer : 0;
+}
+
+bool strides_fit(const Tensor& t) { // bulk tensor copies: 16-byte strides below 2^40
+  for (int axis = 0; axis + 1 < t.rank; ++axis)
+    if (t.shape[axis] > 1 &&
+        (t.stride[axis] <= 0 || t.stride[axis] % 8 != 0 || t.stride[axis] >= (int64_t(1) << 38)))
+      return false;
+  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+}
+
+// Everything a call needs beside its tensors.
+struct Plan {
+  BlockIndex index;
+  bool proxy = false; // teacher rows are wanted
+  int parts = 1;      // kv heads of a proxy head
+  int windows_per_pass = 1;
+  int64_t tokens_per_pass = 0; // at most 65,536: a tile holds 16-bit token offsets
+  int64_t teacher_part_stride = 0;
+  float *bound, *minus_lse, *minus_delta, *dk, *dv, *dq_proxy, *dk_proxy, *kl_partial;
+  int32_t* next_item;
+  int8_t* exponent;
+  __half *dq, *teacher;
+  int64_t accumulator_count, proxy_key_count; // floats of dk (= of dv), of dk_proxy
+};
+
+constexpr int64_t kPassBytes = int64_t(5) << 28; // 1.25 GiB
+
+Plan make_plan(const BackwardParams& params, const Shapes& s, WorkspaceCarver& workspace) {
+  Plan plan;
+  plan.proxy = params.dkl || params.kl;
+  plan.parts = std::max(1, s.kv_heads / s.proxy_heads);
+  IndexOptions options;
+  options.window_tokens = suggested_window(s);
+  plan.index = carve_index(params.problem, s, options, workspace);
+  const int64_t window = plan.index.window_tokens;
+
+  const int64_t pairs_per_token = static_cast<int64_t>(s.proxy_heads) * s.top_k;
+  const int64_t bytes_per_token =
+      s.q_heads * (2 * Config::kDim + 9) +
+      (plan.proxy ? plan.parts * pairs_per_token * Config::kKeys * 2 +
+                        s.proxy_heads * s.proxy_dim * 4 + pairs_per_token * 4
+                  : 0);
+  const int64_t limit = std::min<int64_t>(65536, kPassBytes / bytes_per_token);
+  plan.windows_per_pass = static_cast<int>(
+      std::clamp<int64_t>(limit / window, 1, std::max<int64_t>(plan.index.windows, 1)));
+  plan.tokens_per_pass = plan.windows_per_pass * window;
+  const int64_t rows = plan.tokens_per_pass * s.q_heads;
+  const int64_t pairs = plan.tokens_per_pass * pairs_per_token;
+
+  plan.bound = workspace.take<float>(2);
+  plan.next_item = workspace.take<int32_t>(ceil_div(plan.index.windows, plan.windows_per_pass));
+  plan.minus_lse = workspace.take<float>(rows);
+  plan.minus_delta = workspace.take<float>(rows);
+  plan.exponent = workspace.take<int8_t>(rows);
+  plan.dq = workspace.take<__half>(rows * Config::kDim);
+  plan.accumulator_count = s.keys * s.kv_heads * Config::kDim;
+  plan.dk = workspace.take<float>(plan.accumulator_count);
+  plan.dv = workspace.take<float>(plan.accumulator_count);
+  plan.teacher_part_stride = pairs * Config::kKeys;
+  plan.teacher = workspace.take<__half>(plan.proxy ? plan.parts * plan.teacher_part_stride : 0);
+  plan.dq_proxy = workspace.take<float>(
+      params.dkl && params.dq_proxy ? plan.tokens_per_pass * s.proxy_heads * s.proxy_dim : 0);
+  plan.proxy_key_count =
+      params.dkl && params.dk_proxy ? s.keys * s.proxy_kv_heads * s.proxy_dim : 0;
+  plan.dk_proxy = workspace.take<float>(plan.proxy_key_count);
+  plan.kl_partial = workspace.take<float>(params.kl ? pairs : 0);
+  return plan;
+}
+
+template <class T, class... Args>
+void launch_main(int heads, bool teacher, int sms, cudaStream_t stream, const Args&... args) {
+  auto run = [&]<int kHeads, bool kTeacher>() {
+    launch("sm90 backward", backward_kernel<T, kHeads, kTeacher>, sms, Config::kThreads,
+           sizeof(Shared), stream, args...);
+  };
+  auto with_teacher = [&]<int kHeads>() {
+    teacher ? run.template operator()<kHeads, true>() : run.template operator()<kHeads, false>();
+  };
+  if (heads == 16)
+    with_teacher.template operator()<16>();
+  else if (heads == 8)
+    with_teacher.template operator()<8>();
+  else
+    with_teacher.template operator()<4>();
+}
+
+template <class T>
+void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaStream_t stream) {
+  const int sms = device_facts().sm_count;
+  const dim3 wide(sms * 8);
+  const BlockIndex& index = plan.index;
+  auto clear = [&](void* data, int64_t bytes) {
+    if (data && bytes > 0)
+      check(cudaMemsetAsync(data, 0, bytes, stream), "cudaMemsetAsync");
+  };
+
+  build_index(index, params.problem, s, params.block_indices, stream);
+  const int passes = ceil_div(index.windows, plan.windows_per_pass);
+  clear(plan.bound, reinterpret_cast<char*>(plan.next_item + passes) -
+                        reinterpret_cast<char*>(plan.bound)); // bound and counters are neighbours
+  clear(plan.dk, plan.accumulator_count * 4);
+  clear(plan.dv, plan.accumulator_count * 4);
+  clear(plan.dk_proxy, plan.proxy_key_count * 4);
+  const auto k = tensor_view<const T>(params.k), v = tensor_view<const T>(params.v);
+  launch("sm90 backward bound", bound_kernel<T>, wide, 256, 0, stream, k, v, index.key_row,
+         static_cast<int32_t>(s.keys), s.kv_heads, plan.bound);
+
+  const int heads = rows_per_token(s);
+  const CUtensorMap q_map = encode_map(params.q, heads, 1);
+  const CUtensorMap dout_map = encode_map(params.dout, heads, 1);
+  const CUtensorMap k_map = encode_map(params.k, 1, Config::kKeys);
+  const CUtensorMap v_map = encode_map(params.v, 1, Config::kKeys);
+
+  for (int pass = 0; pass < passes; ++pass) {
+    const int first_window = pass * plan.windows_per_pass;
+    const int last_window = std::min(first_window + plan.windows_per_pass, index.windows);
+    const int32_t first_token = static_cast<int32_t>(first_window * int64_t(index.window_tokens));
+    const int32_t tokens = static_cast<int32_t>(
+        std::min<int64_t>(s.tokens, last_window * int64_t(index.window_tokens)) - first_token);
+
+    launch("sm90 backward row constants", row_constants_kernel<T>, wide, 256, 0, stream,
+           tensor_view<const T>(params.out), tensor_view<const T>(params.dout),
+           tensor_view<const float>(params.lse, false), index.position, first_token, tokens,
+           s.q_heads, plan.bound, plan.minus_lse, plan.minus_delta, plan.exponent, plan.dq);
+
+    Params main = {};
+    main.index = index;
+    main.first_segment = first_window * s.proxy_heads;
+    main.last_segment = last_window * s.proxy_heads;
+    main.first_token = first_token;
+    main.token_rows = static_cast<int32_t>(s.tokens_per_row);
+    main.key_rows = static_cast<int32_t>(s.keys_per_row);
+    main.q_heads = s.q_heads;
+    main.kv_heads = s.kv_heads;
+    main.proxy_heads = s.proxy_heads;
+    main.parts = plan.parts;
+    main.next_item = plan.next_item + pass;
+    main.minus_lse = plan.minus_lse;
+    main.minus_delta = plan.minus_delta;
+    main.exponent = plan.exponent;
+    main.dq = plan.dq;
+    main.dk = plan.dk;
+    main.dv = plan.dv;
+    main.teacher = plan.teacher;
+    main.teacher_part_stride = plan.teacher_part_stride;
+    main.score_scale = static_cast<float>(params.problem.softmax_scale * 1.4426950408889634);
+    launch_main<T>(heads, plan.proxy, sms, stream, q_map, dout_map, k_map, v_map, main);
+
+    if (params.dq)
+      launch("sm90 backward convert dq", convert_dq_kernel<T>, wide, 256, 0, stream, plan.dq,
+             plan.exponent, tensor_view<T>(params.dq), first_token, tokens, s.q_heads,
+             index.position, static_cast<float>(params.problem.softmax_scale));
+
+    if (plan.proxy) {
+      clear(plan.dq_proxy, int64_t(tokens) * s.proxy_heads * s.proxy_dim * 4);
+      ProxyParams<T> proxy = {};
+      proxy.index = index;
+      proxy.first_segment = main.first_segment;
+      proxy.last_segment = main.last_segment;
+      proxy.first_token = first_token;
+      proxy.parts = plan.parts;
+      proxy.proxy_heads = s.proxy_heads;
+      proxy.proxy_kv_heads = s.proxy_kv_heads;
+      proxy.teacher = plan.teacher;
+      proxy.teacher_part_stride = plan.teacher_part_stride;
+      proxy.q_proxy = tensor_view<const T>(params.q_proxy);
+      proxy.k_proxy = tensor_view<const T>(params.k_proxy);
+      proxy.proxy_lse = tensor_view<const float>(params.proxy_lse, false);
+      proxy.dkl = tensor_view<const float>(params.dkl, false);
+      proxy.dq_proxy = plan.dq_proxy;
+      proxy.dk_proxy = plan.dk_proxy;
+      proxy.kl_partial = plan.kl_partial;
+      proxy.scale = static_cast<float>(params.problem.proxy_scale);
+      with_dim<64, 128>(s.proxy_dim, [&]<int kDim>() {
+        launch("sm90 backward proxy", proxy_backward_kernel<T, kDim>, sms * 2, 256,
+               sizeof(ProxyShared<kDim>), stream, proxy);
+      });
+      if (plan.dq_proxy)
+        launch("sm90 backward convert dq_proxy", convert_proxy_kernel<T>, wide, 256, 0, stream,
+               plan.dq_proxy, tensor_view<T>(params.dq_proxy), first_token, tokens, s.proxy_heads,
+               s.proxy_dim, proxy.scale);
+      if (plan.kl_partial)
+        launch("sm90 backward sum kl", sum_kl_kernel<T>, wide, 256, 0, stream, plan.kl_partial,
+               index.slot_count, tensor_view<float>(params.kl, false), first_token, tokens,
+               static_cast<int32_t>(s.tokens), s.proxy_heads, s.top_k);
+    }
+  }
+
+  const int32_t keys = static_cast<int32_t>(s.keys);
+  if (params.dk)
+    launch("sm90 backward convert dk", convert_block_kernel<T>, wide, 256, 0, stream, plan.dk,
+           tensor_view<T>(params.dk), keys, s.kv_heads,
+           static_cast<float>(params.problem.softmax_scale));
+  if (params.dv)
+    launch("sm90 backward convert dv", convert_block_kernel<T>, wide, 256, 0, stream, plan.dv,
+           tensor_view<T>(params.dv), keys, s.kv_heads, 1.f);
+  if (plan.dk_proxy)
+    launch("sm90 backward convert dk_proxy", convert_proxy_kernel<T>, wide, 256, 0, stream,
+           plan.dk_proxy, tensor_view<T>(params.dk_proxy), 0, keys, s.proxy_kv_heads, s.proxy_dim,
+           static_cast<float>(params.problem.proxy_scale));
+}
+
+} // namespace
+
+bool backward_supported(const BackwardParams& params, const Shapes& s) {
+  const int rows = rows_per_token(s);
+  const bool proxy = params.dkl || params.kl;
+  return is_half_type(s.dtype) && params.dout && params.block_indices &&
+         !params.problem.deterministic && s.dim == Config::kDim && s.block_size == Config::kKeys &&
+         (rows == 4 || rows == 8 || rows == 16) &&
+         (!proxy || s.proxy_dim == 64 || s.proxy_dim == 128) && strides_fit(params.q) &&
+         strides_fit(params.dout) && strides_fit(params.k) && strides_fit(params.v);
+}
+
+size_t backward_workspace_size(const BackwardParams& params, const Shapes& shapes) {
+  WorkspaceCarver measure;
+  make_plan(params, shapes, measure);
+  return measure.bytes();
+}
+
+void sparse_backward(const BackwardParams& params, const Shapes& shapes, const Workspace& workspace,
+                     const Device& device) {
+  WorkspaceCarver carver(workspace.data);
+  const Plan plan = make_plan(params, shapes, carver);
+  with_dtype(shapes.dtype, [&]<class T>() {
+    run<T>(params, shapes, plan, static_cast<cudaStream_t>(device.stream));
+  });
+}
+
+} // namespace thresher::cuda::sm90

@@ -1,0 +1,160 @@
+// The producer warp: takes work items, loads a block's K and V once per item, then streams the rows
+// of the tokens that chose it.
+#pragma once
+
+#include "cuda/common/ptx.cuh"
+#include "cuda/sm90/backward/async.cuh"
+#include "cuda/sm90/backward/config.h"
+
+namespace thresher::cuda::sm90::backward {
+
+struct Maps {
+  const CUtensorMap *q, *dout, *k, *v;
+};
+
+// 32 entries of a list, one a lane.
+struct EntryChunk {
+  int32_t token;    // -1: past the end of the list
+  int32_t last_key; // last visible key of the block; -1: none
+};
+
+__device__ __forceinline__ EntryChunk fetch_chunk(const Params& p, const WorkItem& item,
+                                                  int first) {
+  const int e = first + (threadIdx.x & 31);
+  EntryChunk chunk = {-1, -1};
+  if (e < item.entry_count) {
+    chunk.token = p.index.entry_token(item, __ldg(p.index.item_entries(item) + e));
+    chunk.last_key =
+        min(__ldg(p.index.position + chunk.token) - item.block_begin, item.key_count - 1);
+  }
+  return chunk;
+}
+
+// First coordinate of a row: (row within its batch row, batch row).
+__device__ __forceinline__ int2 split_row(int row, int rows) {
+  const int batch = row / rows;
+  return {row - batch * rows, batch};
+}
+
+template <int kHeads>
+__device__ __forceinline__ void send_tile(Shared& s, const Params& p, const Maps& maps, int stage,
+                                          int token, int last_key, int first_head) {
+  // `token`, `last_key`: of the tile's token number lane (lanes from kTokens on: anything).
+  constexpr int kTokens = Config::kRows / kHeads;
+  const int lane = threadIdx.x & 31;
+  RowConstants& c = s.constants[stage];
+
+  // Two neighbouring rows a lane; kHeads >= 4, so they are of one token.
+  const int pair_key = __shfl_sync(~0u, last_key, 2 * lane / kHeads);
+  *reinterpret_cast<uint32_t*>(c.last_key + 2 * lane) =
+      static_cast<uint32_t>(static_cast<uint16_t>(pair_key)) * 0x10001u;
+  const bool masked = __any_sync(~0u, pair_key < Config::kKeys - 1);
+  if (lane < kTokens)
+    c.token[lane] = static_cast<uint16_t>(max(token, p.first_token) - p.first_token);
+  if (lane == 0)
+    s.masked[stage] = masked;
+
+  // Row constants: four rows a lane, lanes 0-15 lse, 16-31 delta.
+  const int row = 4 * (lane & 15);
+  const int row_token = __shfl_sync(~0u, token, row / kHeads);
+  const int64_t from =
+      static_cast<int64_t>(max(row_token, p.first_token) - p.first_token) * p.q_heads + first_head +
+      row % kHeads;
+  const float* source = (lane < 16 ? p.minus_lse : p.minus_delta) + from;
+  float* target = (lane < 16 ? c.minus_lse : c.minus_delta) + row;
+  ptx::copy_async_16(shared_u32(target), source, row_token >= 0);
+  if (lane < 16)
+    ptx::copy_async_4(shared_u32(c.exponent + row), p.exponent + from, row_token >= 0);
+
+  __syncwarp();
+  uint64_t& full = s.rows_full[stage];
+  if (lane == 0)
+    barrier_expect(full, 2 * Config::kRowTileBytes);
+  __syncwarp();
+  if (lane < kTokens) {
+    // A row past the tensor's end reads as zeros.
+    const int2 at = token < 0 ? make_int2(p.token_rows, 0) : split_row(token, p.token_rows);
+    const uint32_t q = shared_u32(s.rows[stage][0]) + lane * kHeads * 128;
+    const uint32_t dout = shared_u32(s.rows[stage][1]) + lane * kHeads * 128;
+    constexpr int kHalfBytes = Config::kRows * 128;
+    copy_box(q, maps.q, 0, first_head, at.x, at.y, full);
+    copy_box(q + kHalfBytes, maps.q, Config::kHalf, first_head, at.x, at.y, full);
+    copy_box(dout, maps.dout, 0, first_head, at.x, at.y, full);
+    copy_box(dout + kHalfBytes, maps.dout, Config::kHalf, first_head, at.x, at.y, full);
+  }
+  barrier_arrive_after_copies(full);
+}
+
+__device__ __forceinline__ void send_block(Shared& s, const Params& p, const Maps& maps, int slot,
+                                           int key_begin, int kv_head) {
+  uint64_t& full = s.block_full[slot];
+  barrier_expect(full, 2 * Config::kBlockTileBytes);
+  const int2 at = split_row(key_begin, p.key_rows);
+  constexpr int kHalfBytes = Config::kKeys * 128;
+  const uint32_t k = shared_u32(s.blocks[slot][0]), v = shared_u32(s.blocks[slot][1]);
+  copy_box(k, maps.k, 0, kv_head, at.x, at.y, full);
+  copy_box(k + kHalfBytes, maps.k, Config::kHalf, kv_head, at.x, at.y, full);
+  copy_box(v, maps.v, 0, kv_head, at.x, at.y, full);
+  copy_box(v + kHalfBytes, maps.v, Config::kHalf, kv_head, at.x, at.y, full);
+}
+
+template <int kHeads>
+__device__ __forceinline__ void produce(Shared& s, const Params& p, const Maps& maps) {
+  constexpr int kTokens = Config::kRows / kHeads; // of a tile
+  constexpr int kTilesOfChunk = 32 / kTokens;
+  const int lane = threadIdx.x & 31;
+  const int first = __ldg(p.index.segment_items + p.first_segment);
+  const int work = (__ldg(p.index.segment_items + p.last_segment) - first) * p.parts;
+
+  auto take = [&] { return __shfl_sync(~0u, lane == 0 ? atomicAdd(p.next_item, 1) : 0, 0); };
+  int next = take();
+  uint32_t tile = 0; // since the start: stage and parity follow from it
+  for (uint32_t number = 0;; ++number) {
+    const int slot = number % Config::kBlocks;
+    barrier_wait(s.block_empty[slot], number / Config::kBlocks & 1 ^ 1);
+    if (next >= work) {
+      if (lane == 0) {
+        s.items[slot].pairs = 0;
+        barrier_arrive(s.block_full[slot]);
+      }
+      return;
+    }
+    const WorkItem item = p.index.items[first + next / p.parts];
+    const int part = next % p.parts;
+    const int tiles = (item.entry_count + kTokens - 1) / kTokens;
+    const int first_head = (item.proxy_head * p.parts + part) * kHeads;
+    if (lane == 0) {
+      const int64_t segment =
+          static_cast<int64_t>(item.window) * p.proxy_heads + item.proxy_head - p.first_segment;
+      const int kv_head = first_head / (p.q_heads / p.kv_heads);
+      s.items[slot] = {item.entry_count,
+                       item.block_begin,
+                       item.key_begin,
+                       item.key_count,
+                       kv_head,
+                       first_head,
+                       part,
+                       static_cast<uint32_t>(segment * p.index.window_tokens * p.index.top_k +
+                                             item.entry_begin)};
+      send_block(s, p, maps, slot, item.key_begin, kv_head);
+    }
+    EntryChunk chunk, ahead = fetch_chunk(p, item, 0);
+    for (int t = 0; t < tiles; ++t, ++tile) {
+      const int in_chunk = t % kTilesOfChunk;
+      if (in_chunk == 0) {
+        chunk = ahead;
+        ahead = fetch_chunk(p, item, (t + kTilesOfChunk) * kTokens);
+      }
+      const int from = in_chunk * kTokens + lane;
+      const int token = __shfl_sync(~0u, chunk.token, from & 31);
+      const int last_key = __shfl_sync(~0u, chunk.last_key, from & 31);
+      const int stage = tile % Config::kStages;
+      barrier_wait(s.rows_empty[stage], tile / Config::kStages & 1 ^ 1);
+      send_tile<kHeads>(s, p, maps, stage, token, last_key, first_head);
+      if (t == 0)
+        next = take();
+    }
+  }
+}
+
+} // namespace thresher::cuda::sm90::backward
