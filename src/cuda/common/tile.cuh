@@ -6,34 +6,58 @@
 
 namespace thresher::cuda {
 
-// A tile of rows of kDim 16-bit values without padding. 16-byte chunk c of row r lies where chunk
-// c ^ s(r) of an unswizzled row would: eight consecutive rows then use all 32 banks.
+// A tile of rows of kDim 16-bit values without padding. Within a group of eight 16-byte chunks
+// (four where kDim is an odd multiple of 32: such rows already alternate between the halves of the
+// banks) chunk c of row r lies at place c ^ flip(r): eight consecutive rows then use all 32 banks.
 template <int kDim>
 struct Tile {
   static_assert(kDim % 32 == 0, "rows must be whole groups of four 16-byte chunks");
   static constexpr int kChunks = kDim / 8;
   static constexpr int kRowBytes = kDim * 2;
+  static constexpr int kGroup = kChunks % 8 == 0 ? 8 : 4;
 
+  __device__ static __forceinline__ int flip(int row) {
+    return kGroup == 8 ? (row & 7) : ((row >> 1) & 3);
+  }
   __device__ static __forceinline__ uint32_t offset(int row, int chunk) {
-    // Rows of an odd multiple of 64 bytes already alternate between the halves of the banks.
-    const int flip = kChunks % 8 == 0 ? (row & 7) : ((row >> 1) & 3);
-    return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ flip) << 4));
+    return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ flip(row)) << 4));
+  }
+};
+
+// A lane's ldmatrix_x4 addresses in a tile, for 16 rows from a multiple of 8 and 16 columns from
+// 16 * k: `operator()(k)`, plus row * Tile::kRowBytes, plus the tile's base. What depends on the
+// lane is computed once; the rest folds into the instruction's immediate offset.
+template <int kDim>
+class TileLane {
+  static constexpr int kVariants = Tile<kDim>::kGroup / 2;
+
+ public:
+  __device__ __forceinline__ TileLane(int lane_row, int lane_chunk) {
+#pragma unroll
+    for (int i = 0; i < kVariants; ++i)
+      at_[i] = Tile<kDim>::offset(lane_row, 2 * i + lane_chunk);
+  }
+  // Operand A (16 rows x 16 columns) of mma.
+  __device__ static __forceinline__ TileLane a(int lane) { return {lane & 15, lane >> 4}; }
+  // Operand B of two neighbouring mma, for B^T stored by rows (row = n, column = k): r[0], r[1]
+  // belong to rows 0-7, r[2], r[3] to rows 8-15.
+  __device__ static __forceinline__ TileLane bt(int lane) {
+    return {(lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1};
+  }
+  // Operand B of two neighbouring mma, for B stored by rows (row = k, column = n), read by
+  // ldmatrix_x4_trans: r[0], r[1] belong to columns 0-7, r[2], r[3] to columns 8-15.
+  __device__ static __forceinline__ TileLane b(int lane) { return {lane & 15, lane >> 4}; }
+  // Operand A = the transpose of what is stored (row = k, column = m), by ldmatrix_x4_trans.
+  __device__ static __forceinline__ TileLane at(int lane) {
+    return {(lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1};
   }
 
-  // Operand A (16 rows from `row`, 16 columns from 16 * k) of mma: a lane's ldmatrix_x4 address.
-  __device__ static __forceinline__ uint32_t a_address(uint32_t base, int row, int k, int lane) {
-    return base + offset(row + (lane & 15), 2 * k + (lane >> 4));
+  __device__ __forceinline__ uint32_t operator()(int k) const {
+    return at_[k % kVariants] + (k / kVariants) * (Tile<kDim>::kGroup * 16);
   }
-  // Operand B of two neighbouring mma, for B^T stored by rows (n index = row, 16 rows from `row`,
-  // k index = column, 16 columns from 16 * k): r[0], r[1] for rows 0-7, r[2], r[3] for rows 8-15.
-  __device__ static __forceinline__ uint32_t bt_address(uint32_t base, int row, int k, int lane) {
-    return base + offset(row + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1));
-  }
-  // Operand B of two neighbouring mma, for B stored by rows (k index = row, 16 rows from `row`, n
-  // index = column, 16 columns from 16 * n), with ldmatrix_x4_trans: r[0], r[1] for columns 0-7.
-  __device__ static __forceinline__ uint32_t b_address(uint32_t base, int row, int n, int lane) {
-    return base + offset(row + (lane & 15), 2 * n + (lane >> 4));
-  }
+
+ private:
+  uint32_t at_[kVariants];
 };
 
 // Enqueues cp.async of kRows rows by kThreads threads. source(row) gives the row's address or null
