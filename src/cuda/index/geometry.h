@@ -9,7 +9,7 @@ namespace thresher::cuda {
 struct Geometry {
   const int32_t* q_begin_array = nullptr; // [fragments + 1]; null: equal rows of tokens_per_row
   const int32_t* k_begin_array = nullptr; // [fragments]; null: keys are stored like the queries
-  const int32_t* k_len_array = nullptr;   // [fragments]; null: as many keys as queries
+  const int32_t* k_len_array = nullptr;   // [fragments]; null: as many as queries
   int32_t fragments = 0;
   int32_t tokens = 0, keys = 0; // T, Tk
   int32_t tokens_per_row = 0, keys_per_row = 0;
@@ -25,7 +25,9 @@ struct Geometry {
     return q_begin_array ? __ldg(q_begin_array + f) : f * keys_per_row;
   }
   __device__ __forceinline__ int32_t k_len(int32_t f) const {
-    return k_len_array ? __ldg(k_len_array + f) : q_end(f) - q_begin(f);
+    if (k_len_array)
+      return __ldg(k_len_array + f);
+    return q_begin_array ? q_end(f) - q_begin(f) : keys_per_row;
   }
   // Tokens from here on are padding.
   __device__ __forceinline__ int32_t real_tokens() const { return q_begin(fragments); }

@@ -18,11 +18,9 @@
 namespace thresher::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / 32;
-constexpr int kRowTile = 4096; // 80 KiB of shared memory: fits every GPU since Ampere
-constexpr int kRowsPerThread = kRowTile / kThreads;
-constexpr int kSizeClasses = 8; // item lengths in powers of two below max_entries
+constexpr int kTurnThreads = 1024;
+constexpr int kRowTile = 4096;  // 80 KiB of shared memory: fits every GPU since Ampere
+constexpr int kSizeClasses = 4; // item lengths from max_entries down: whole, > 1/2, > 1/4, less
 constexpr int kPieceRound = 64; // pieces of a split list are whole matrix tiles
 
 struct Shared {
@@ -75,16 +73,21 @@ __device__ int32_t look_back(uint32_t* state, int32_t segment, int32_t own) {
   return before;
 }
 
+// kPerLane: slots of a token a lane, 1 (K <= 32) or 4.
 template <int kPerLane>
 class SegmentBuilder {
  public:
+  static constexpr int kThreads = kPerLane == 1 ? 1024 : 512; // by registers
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kRowsPerThread = kRowTile / kThreads;
+
   __device__ __forceinline__ SegmentBuilder(const BlockIndex& index,
                                             const BlockIdsView<const int32_t>& ids, Shared& shared)
       : index_(index), ids_(ids), shared_(shared), layout_(index.top_k, kThreads) {
     window_ = shared.segment / index.proxy_heads;
     head_ = shared.segment % index.proxy_heads;
-    begin_ = static_cast<int64_t>(window_) * index.window_tokens;
-    end_ = min(begin_ + index.window_tokens, static_cast<int64_t>(index.tokens));
+    begin_ = window_ * index.window_tokens;
+    count_ = min(index.window_tokens, index.tokens - begin_);
     entries_ =
         index.entries + static_cast<int64_t>(shared.segment) * index.window_tokens * index.top_k;
   }
@@ -92,8 +95,9 @@ class SegmentBuilder {
   // Rows that the window's tokens can see: [first_row, end_row).
   __device__ __forceinline__ void find_rows() {
     int32_t first = INT_MAX, end = 0;
-    for (int64_t token = begin_ + threadIdx.x; token < end_; token += kThreads) {
-      const int32_t position = index_.position[token], base = index_.row_base[token];
+    for (int32_t offset = threadIdx.x; offset < count_; offset += kThreads) {
+      const int32_t position = index_.position[begin_ + offset];
+      const int32_t base = index_.row_base[begin_ + offset];
       if (position >= 0) {
         first = min(first, base);
         end = max(end, base + position / index_.block_size + 1);
@@ -115,17 +119,18 @@ class SegmentBuilder {
       shared_.cursor[row] = 0;
     __syncthreads();
     RawSlots<kPerLane> raw, next;
-    raw.load(index_, ids_, head_, begin_ + layout_.token, end_, layout_.lane);
-    for (int64_t token = begin_ + layout_.token; token - layout_.token < end_;
-         token += layout_.tokens_per_block) {
-      next.load(index_, ids_, head_, token + layout_.tokens_per_block, end_, layout_.lane);
+    raw.load(index_, ids_, head_, begin_, layout_.token, count_, layout_.lane);
+    for (int32_t chunk = 0; chunk < count_; chunk += layout_.tokens_per_block) {
+      const int32_t offset = chunk + layout_.token;
+      next.load(index_, ids_, head_, begin_, offset + layout_.tokens_per_block, count_,
+                layout_.lane);
       const ValidSlots<kPerLane> slots(index_, layout_, raw);
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j)
         if (in_tile(slots.row[j], low))
           atomicAdd(&shared_.cursor[slots.row[j] - low], 1);
-      if (first_pass && layout_.lane == 0 && token < end_)
-        index_.slot_count[static_cast<int64_t>(head_) * index_.tokens + token] =
+      if (first_pass && layout_.lane == 0 && offset < count_)
+        index_.slot_count[static_cast<int64_t>(head_) * index_.tokens + begin_ + offset] =
             static_cast<uint8_t>(slots.count);
       raw = next;
     }
@@ -170,11 +175,12 @@ class SegmentBuilder {
         }
     };
     RawSlots<kPerLane> raw, next;
-    raw.load(index_, ids_, head_, begin_ + layout_.token, active ? end_ : 0, layout_.lane);
+    const int32_t readable = active ? count_ : 0;
+    raw.load(index_, ids_, head_, begin_, layout_.token, readable, layout_.lane);
     int parity = 0;
-    for (int64_t chunk = begin_; chunk < end_; chunk += chunk_tokens, parity ^= 1) {
-      const int64_t token = chunk + layout_.token;
-      next.load(index_, ids_, head_, token + chunk_tokens, active ? end_ : 0, layout_.lane);
+    for (int32_t chunk = 0; chunk < count_; chunk += chunk_tokens, parity ^= 1) {
+      const int32_t offset = chunk + layout_.token;
+      next.load(index_, ids_, head_, begin_, offset + chunk_tokens, readable, layout_.lane);
       const ValidSlots<kPerLane> slots(index_, layout_, raw);
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j)
@@ -193,7 +199,7 @@ class SegmentBuilder {
             half == 0 ? __popc(lower & (bit - 1)) : __popc(lower) + __popc(upper & (bit - 1));
         entries_[shared_.cursor[row] + rank] = static_cast<uint32_t>(slots.number[j])
                                                    << kEntryTokenBits |
-                                               static_cast<uint32_t>(token - begin_);
+                                               static_cast<uint32_t>(offset);
         if (rank == 0) {
           placed_row[j] = row;
           placed[j] = __popc(lower) + __popc(upper);
@@ -209,7 +215,7 @@ class SegmentBuilder {
   // Writes the items of the pass, longest first, from items[first_item] on. `base` is where the
   // first row's list starts.
   __device__ __forceinline__ void emit(int32_t low, int32_t base, int32_t first_item) {
-    // Counts of the eight size classes, two in a word (a pass has fewer than 2^16 items).
+    // Counts of the size classes, two in a word (a pass has fewer than 2^16 items).
     uint32_t classes[kSizeClasses / 2] = {};
     for_each_item(low, base, [&](int size_class, auto&&...) {
       classes[size_class / 2] += 1u << (16 * (size_class & 1));
@@ -251,6 +257,17 @@ class SegmentBuilder {
                   });
   }
 
+  // Every key row's block row; the work is spread over all CTAs.
+  __device__ static __forceinline__ void fill_key_rows(const BlockIndex& index) {
+    const int lane = threadIdx.x & 31;
+    for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + (threadIdx.x >> 5);
+         row < index.rows; row += static_cast<int64_t>(gridDim.x) * kWarps) {
+      const BlockRow keys = index.block_rows[row];
+      for (int key = lane; key < keys.key_count; key += 32)
+        index.key_row[keys.key_begin + key] = static_cast<int32_t>(row) + 1;
+    }
+  }
+
  private:
   __device__ static __forceinline__ bool in_tile(int32_t row, int32_t low) {
     return row >= low && row < low + kRowTile; // row -1 is below every tile
@@ -277,24 +294,14 @@ class SegmentBuilder {
   Shared& shared_;
   SlotLayout layout_;
   int32_t window_, head_;
-  int64_t begin_, end_;
+  int32_t begin_, count_; // tokens of the window
   Entry* entries_;
 };
 
-// Every key row's block row; spread over all CTAs.
-__device__ __forceinline__ void fill_key_rows(const BlockIndex& index) {
-  const int lane = threadIdx.x & 31;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + (threadIdx.x >> 5);
-       row < index.rows; row += static_cast<int64_t>(gridDim.x) * kWarps) {
-    const BlockRow keys = index.block_rows[row];
-    for (int key = lane; key < keys.key_count; key += 32)
-      index.key_row[keys.key_begin + key] = static_cast<int32_t>(row) + 1;
-  }
-}
-
 template <int kPerLane>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(SegmentBuilder<kPerLane>::kThreads)
     build_segments(BlockIndex index, BlockIdsView<const int32_t> ids) {
+  using Builder = SegmentBuilder<kPerLane>;
   extern __shared__ __align__(16) char raw_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(raw_shared);
   if (threadIdx.x == 0) {
@@ -302,12 +309,12 @@ __global__ void __launch_bounds__(kThreads)
     shared.first_row = INT_MAX;
     shared.end_row = 0;
   }
-  for (int i = threadIdx.x; i < 4 * kRowTile; i += kThreads)
+  for (int i = threadIdx.x; i < 4 * kRowTile; i += Builder::kThreads)
     (&shared.mask[0][0][0])[i] = 0;
   __syncthreads();
-  fill_key_rows(index);
+  Builder::fill_key_rows(index);
 
-  SegmentBuilder<kPerLane> builder(index, ids, shared);
+  Builder builder(index, ids, shared);
   builder.find_rows();
   const int32_t low = shared.first_row;
   const int32_t passes = max(1, (shared.end_row - low + kRowTile - 1) / kRowTile);
@@ -344,7 +351,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // order.x / order.y (blockIdx.y): one CTA walks the segments of the heads that share accumulators
 // in list order and hands out turns.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kTurnThreads)
     hand_out_turns(BlockIndex index, int32_t kv_group, int32_t proxy_kv_group) {
   const int32_t group = blockIdx.y == 0 ? kv_group : proxy_kv_group;
   const int32_t first_head = blockIdx.x * group;
@@ -356,12 +363,12 @@ __global__ void __launch_bounds__(kThreads)
     for (int32_t head = first_head; head < min(first_head + group, index.proxy_heads); ++head) {
       const int32_t segment = window * index.proxy_heads + head;
       const int32_t begin = index.segment_items[segment], end = index.segment_items[segment + 1];
-      for (int32_t item = begin + threadIdx.x; item < end; item += kThreads) {
+      for (int32_t item = begin + threadIdx.x; item < end; item += kTurnThreads) {
         const int32_t turn = turns[index.items[item].row] + index.scratch.pieces[item].x;
         (blockIdx.y == 0 ? index.order[item].x : index.order[item].y) = turn;
       }
       __syncthreads();
-      for (int32_t item = begin + threadIdx.x; item < end; item += kThreads)
+      for (int32_t item = begin + threadIdx.x; item < end; item += kTurnThreads)
         if (index.scratch.pieces[item].x == 0)
           turns[index.items[item].row] += index.scratch.pieces[item].y;
       __syncthreads();
@@ -372,21 +379,23 @@ __global__ void __launch_bounds__(kThreads)
 
 void build_lists(const BlockIndex& index, const BlockIdsView<const int32_t>& block_ids,
                  cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(index.windows * index.proxy_heads));
+  const auto run = [&]<int kPerLane>() {
+    launch("index build_segments", build_segments<kPerLane>,
+           dim3(static_cast<unsigned>(index.windows * index.proxy_heads)),
+           dim3(SegmentBuilder<kPerLane>::kThreads), sizeof(Shared), stream, index, block_ids);
+  };
   if (index.top_k <= 32)
-    launch("build_segments", build_segments<1>, grid, dim3(kThreads), sizeof(Shared), stream, index,
-           block_ids);
+    run.template operator()<1>();
   else
-    launch("build_segments", build_segments<4>, grid, dim3(kThreads), sizeof(Shared), stream, index,
-           block_ids);
+    run.template operator()<4>();
 }
 
 void order_items(const BlockIndex& index, int32_t kv_group, int32_t proxy_kv_group,
                  cudaStream_t stream) {
   const int32_t groups =
       ceil_div(index.proxy_heads, kv_group < proxy_kv_group ? kv_group : proxy_kv_group);
-  launch("order_items", hand_out_turns, dim3(static_cast<unsigned>(groups), 2), dim3(kThreads), 0,
-         stream, index, kv_group, proxy_kv_group);
+  launch("index order_items", hand_out_turns, dim3(static_cast<unsigned>(groups), 2),
+         dim3(kTurnThreads), 0, stream, index, kv_group, proxy_kv_group);
 }
 
 } // namespace thresher::cuda

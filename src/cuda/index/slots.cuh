@@ -31,17 +31,19 @@ struct RawSlots {
   int32_t id[kPerLane];
   int32_t position = -1, row_base = 0;
 
+  // `offset` < `count`: within the window that starts at token `begin`.
   __device__ __forceinline__ void load(const BlockIndex& index,
                                        const BlockIdsView<const int32_t>& ids, int32_t head,
-                                       int64_t token, int64_t end, int lane) {
-    position = token < end ? index.position[token] : -1;
+                                       int32_t begin, int32_t offset, int32_t count, int lane) {
+    const int32_t token = begin + offset;
+    position = offset < count ? index.position[token] : -1;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j)
       id[j] = -1;
     if (position < 0)
       return;
     row_base = index.row_base[token];
-    const int32_t* from = ids.at(head, static_cast<int32_t>(token));
+    const int32_t* from = ids.at(head, token);
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j)
       if (lane + 32 * j < index.top_k)
