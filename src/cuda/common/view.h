@@ -58,7 +58,9 @@ TensorView<T> tensor_view(const Tensor& tensor, bool has_dim = true) {
   const int heads_axis = has_dim ? tensor.rank - 2 : tensor.rank - 1;
   view.head_stride = tensor.stride[heads_axis];
   view.token_stride = tensor.stride[heads_axis - 1];
-  if (heads_axis == 2) {
+  // Batch rows that follow each other in memory are one packed row.
+  if (heads_axis == 2 && tensor.shape[0] > 1 &&
+      tensor.stride[0] != tensor.shape[1] * tensor.stride[1]) {
     view.batch_stride = tensor.stride[0];
     view.per_row = static_cast<int32_t>(tensor.shape[1]);
   }

@@ -15,8 +15,6 @@ struct SlotLayout {
 
   __device__ __forceinline__ SlotLayout(int top_k, int threads) {
     lanes = top_k > 16 ? 32 : 1 << (32 - __clz(top_k - 1));
-    if (top_k == 1)
-      lanes = 1;
     const int warp_lane = threadIdx.x & 31;
     lane = warp_lane & (lanes - 1);
     group = (lanes == 32 ? 0xffffffffu : (1u << lanes) - 1) << (warp_lane - lane);
