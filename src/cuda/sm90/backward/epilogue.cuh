@@ -9,9 +9,9 @@
 #pragma once
 
 #include "cuda/common/ptx.cuh"
-#include "cuda/sm90/backward/async.cuh"
 #include "cuda/sm90/backward/config.h"
-#include "cuda/sm90/backward/products.cuh"
+#include "cuda/sm90/common/async.cuh"
+#include "cuda/sm90/common/wgmma.cuh"
 
 namespace thresher::cuda::sm90::backward {
 

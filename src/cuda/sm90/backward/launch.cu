@@ -4,7 +4,7 @@
 #include "cuda/sm90/backward/kernel.cuh"
 #include "cuda/sm90/backward/passes.cuh"
 #include "cuda/sm90/backward/proxy.cuh"
-#include "cuda/sm90/backward/tensor_map.h"
+#include "cuda/sm90/common/tensor_map.h"
 
 #include <algorithm>
 

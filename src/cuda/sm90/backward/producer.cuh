@@ -3,8 +3,8 @@
 #pragma once
 
 #include "cuda/common/ptx.cuh"
-#include "cuda/sm90/backward/async.cuh"
 #include "cuda/sm90/backward/config.h"
+#include "cuda/sm90/common/async.cuh"
 
 namespace thresher::cuda::sm90::backward {
 

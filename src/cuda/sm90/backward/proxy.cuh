@@ -43,6 +43,12 @@ __global__ void __launch_bounds__(256, 1)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const uint32_t keys = ptx::shared_address(s.keys), rows = ptx::shared_address(s.rows);
   const uint32_t ds_tile = ptx::shared_address(s.ds);
+  const auto row_lane = TileLane<kDim>::a(lane), key_lane = TileLane<kDim>::bt(lane);
+  const auto column_lane = TileLane<kDim>::b(lane);
+  // This warp's 16 keys of dS, read transposed (see TileLane::at).
+  const uint32_t ds_lane =
+      ds_tile + Tile<128>::offset((lane & 7) + ((lane >> 4) << 3), 2 * warp + ((lane >> 3) & 1));
+  constexpr int kSixteenRows = 16 * Tile<kDim>::kRowBytes;
   constexpr float kLog2e = 1.4426950408889634f;
 
   const int first = __ldg(p.index.segment_items + p.first_segment);
@@ -107,10 +113,10 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
       for (int k = 0; k < kDim / 16; ++k) {
         uint32_t a[4], b[4];
-        ptx::ldmatrix_x4(a, Tile<kDim>::a_address(rows, warp * 16, k, lane));
+        ptx::ldmatrix_x4(a, rows + warp * kSixteenRows + row_lane(k));
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-          ptx::ldmatrix_x4(b, Tile<kDim>::bt_address(keys, n * 16, k, lane));
+          ptx::ldmatrix_x4(b, keys + n * kSixteenRows + key_lane(k));
           ptx::mma<T>(scores[2 * n], a, b[0], b[1]);
           ptx::mma<T>(scores[2 * n + 1], a, b[2], b[3]);
         }
@@ -168,7 +174,7 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
           for (int k = 0; k < 8; ++k) {
             uint32_t b[4];
-            ptx::ldmatrix_x4_trans(b, Tile<kDim>::b_address(keys, k * 16, n, lane));
+            ptx::ldmatrix_x4_trans(b, keys + k * kSixteenRows + column_lane(n));
             ptx::mma<T>(left, ds[k], b[0], b[1]);
             ptx::mma<T>(right, ds[k], b[2], b[3]);
           }
@@ -200,18 +206,12 @@ __global__ void __launch_bounds__(256, 1)
         __syncthreads();
 #pragma unroll
         for (int k = 0; k < 8; ++k) { // 16 tokens
-          uint32_t transposed[4], a[4];
-          ptx::ldmatrix_x4_trans(transposed, Tile<128>::b_address(ds_tile, k * 16, warp, lane));
-          // [tokens 0-7, keys 0-7], [8-15, 0-7], [0-7, 8-15], [8-15, 8-15] -> A's order by (key,
-          // token)
-          a[0] = transposed[0];
-          a[1] = transposed[2];
-          a[2] = transposed[1];
-          a[3] = transposed[3];
+          uint32_t a[4];
+          ptx::ldmatrix_x4_trans(a, ds_lane + k * 16 * Tile<128>::kRowBytes);
 #pragma unroll
           for (int n = 0; n < kDim / 16; ++n) {
             uint32_t b[4];
-            ptx::ldmatrix_x4_trans(b, Tile<kDim>::b_address(rows, k * 16, n, lane));
+            ptx::ldmatrix_x4_trans(b, rows + k * kSixteenRows + column_lane(n));
             ptx::mma<T>(dk[2 * n], a, b[0], b[1]);
             ptx::mma<T>(dk[2 * n + 1], a, b[2], b[3]);
           }

@@ -1,4 +1,4 @@
-#include "cuda/sm90/backward/tensor_map.h"
+#include "cuda/sm90/common/tensor_map.h"
 
 #include "cuda/common/launch.h"
 

@@ -1,4 +1,4 @@
-// mbarriers and the bulk tensor copies of the backward.
+// mbarriers, bulk tensor copies, register hand-over between warpgroups.
 #pragma once
 
 #include <cuda.h>
