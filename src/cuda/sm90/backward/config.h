@@ -20,7 +20,7 @@ struct Config {
       2; // blocks of K and V: the next item's arrive under this one's work
   static constexpr int kConsumers = 2; // warpgroups; each owns 64 of the 128 keys
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   // The CTA owns what its launch bound leaves each thread (168); a larger sum waits for ever.
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
 

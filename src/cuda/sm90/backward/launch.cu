@@ -4,6 +4,7 @@
 #include "cuda/sm90/backward/kernel.cuh"
 #include "cuda/sm90/backward/passes.cuh"
 #include "cuda/sm90/backward/proxy.cuh"
+#include "cuda/sm90/common/support.h"
 #include "cuda/sm90/common/tensor_map.h"
 
 #include <algorithm>
@@ -13,21 +14,6 @@ namespace thresher::cuda::sm90 {
 namespace {
 
 using namespace backward;
-
-// Rows per token on one (proxy head, kv head); 0 when heads do not nest.
-int rows_per_token(const Shapes& s) {
-  const int finer = std::max(s.proxy_heads, s.kv_heads);
-  const int coarser = std::min(s.proxy_heads, s.kv_heads);
-  return finer % coarser == 0 ? s.q_heads / finer : 0;
-}
-
-bool strides_fit(const Tensor& t) { // bulk tensor copies: 16-byte strides below 2^40
-  for (int axis = 0; axis + 1 < t.rank; ++axis)
-    if (t.shape[axis] > 1 &&
-        (t.stride[axis] <= 0 || t.stride[axis] % 8 != 0 || t.stride[axis] >= (int64_t(1) << 38)))
-      return false;
-  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
-}
 
 // Everything a call needs beside its tensors.
 struct Plan {
@@ -94,15 +80,9 @@ void launch_main(int heads, bool teacher, int sms, cudaStream_t stream, const Ar
     launch("sm90 backward", backward_kernel<T, kHeads, kTeacher>, sms, Config::kThreads,
            sizeof(Shared), stream, args...);
   };
-  auto with_teacher = [&]<int kHeads>() {
+  with_heads(heads, [&]<int kHeads>() {
     teacher ? run.template operator()<kHeads, true>() : run.template operator()<kHeads, false>();
-  };
-  if (heads == 16)
-    with_teacher.template operator()<16>();
-  else if (heads == 8)
-    with_teacher.template operator()<8>();
-  else
-    with_teacher.template operator()<4>();
+  });
 }
 
 template <class T>
@@ -194,7 +174,7 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
       proxy.scale = static_cast<float>(params.problem.proxy_scale);
       with_dim<64, 128>(s.proxy_dim, [&]<int kDim>() {
         launch("sm90 backward proxy", proxy_backward_kernel<T, kDim>, sms * 2, 256,
-               sizeof(ProxyShared<kDim>), stream, proxy);
+               sizeof(ProxyShared<T, kDim>), stream, proxy);
       });
       if (plan.dq_proxy)
         launch("sm90 backward convert dq_proxy", convert_proxy_kernel<T>, wide, 256, 0, stream,
@@ -224,13 +204,12 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
 } // namespace
 
 bool backward_supported(const BackwardParams& params, const Shapes& s) {
-  const int rows = rows_per_token(s);
   const bool proxy = params.dkl || params.kl;
   return is_half_type(s.dtype) && params.dout && params.block_indices &&
          !params.problem.deterministic && s.dim == Config::kDim && s.block_size == Config::kKeys &&
-         (rows == 4 || rows == 8 || rows == 16) &&
-         (!proxy || s.proxy_dim == 64 || s.proxy_dim == 128) && strides_fit(params.q) &&
-         strides_fit(params.dout) && strides_fit(params.k) && strides_fit(params.v);
+         has_row_kernel(rows_per_token(s)) && (!proxy || s.proxy_dim == 64 || s.proxy_dim == 128) &&
+         strides_fit(params.q) && strides_fit(params.dout) && strides_fit(params.k) &&
+         strides_fit(params.v);
 }
 
 size_t backward_workspace_size(const BackwardParams& params, const Shapes& shapes) {

@@ -5,6 +5,7 @@
 #include "cuda/common/view.h"
 #include "cuda/index/index.h"
 #include "cuda/sm90/backward/epilogue.cuh"
+#include "cuda/sm90/common/quad.cuh"
 
 namespace thresher::cuda::sm90::backward {
 
@@ -110,22 +111,7 @@ __global__ void __launch_bounds__(256)
       const float2 x = ptx::unpack<fp16>(pair);
       pair = ptx::pack<T>(x.x * factor, x.y * factor);
     }
-    // Transpose within the quad: lane c ends with pair c of all four lanes, 16 contiguous bytes.
-    uint32_t got[4];
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      const int other = c ^ s;
-      const uint32_t send = other == 0   ? mine[0]
-                            : other == 1 ? mine[1]
-                            : other == 2 ? mine[2]
-                                         : mine[3];
-      got[s] = __shfl_xor_sync(~0u, send, s); // from lane c ^ s
-    }
-    uint4 result;
-    result.x = c == 0 ? got[0] : c == 1 ? got[1] : c == 2 ? got[2] : got[3];
-    result.y = c == 0 ? got[1] : c == 1 ? got[0] : c == 2 ? got[3] : got[2];
-    result.z = c == 0 ? got[2] : c == 1 ? got[3] : c == 2 ? got[0] : got[1];
-    result.w = c == 0 ? got[3] : c == 1 ? got[2] : c == 2 ? got[1] : got[0];
+    const uint4 result = quad_transpose(mine, c); // 16 contiguous bytes
     T* to = dq.at(token, static_cast<int>(row % q_heads)) + (chunk >> 2) * 32 + c * 8;
     __stcs(reinterpret_cast<uint4*>(to), result);
   }

@@ -5,36 +5,13 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/sm90/backward/config.h"
 #include "cuda/sm90/common/async.cuh"
+#include "cuda/sm90/common/entries.cuh"
 
 namespace thresher::cuda::sm90::backward {
 
 struct Maps {
   const CUtensorMap *q, *dout, *k, *v;
 };
-
-// 32 entries of a list, one a lane.
-struct EntryChunk {
-  int32_t token;    // -1: past the end of the list
-  int32_t last_key; // last visible key of the block; -1: none
-};
-
-__device__ __forceinline__ EntryChunk fetch_chunk(const Params& p, const WorkItem& item,
-                                                  int first) {
-  const int e = first + (threadIdx.x & 31);
-  EntryChunk chunk = {-1, -1};
-  if (e < item.entry_count) {
-    chunk.token = p.index.entry_token(item, __ldg(p.index.item_entries(item) + e));
-    chunk.last_key =
-        min(__ldg(p.index.position + chunk.token) - item.block_begin, item.key_count - 1);
-  }
-  return chunk;
-}
-
-// First coordinate of a row: (row within its batch row, batch row).
-__device__ __forceinline__ int2 split_row(int row, int rows) {
-  const int batch = row / rows;
-  return {row - batch * rows, batch};
-}
 
 template <int kHeads>
 __device__ __forceinline__ void send_tile(Shared& s, const Params& p, const Maps& maps, int stage,
@@ -138,12 +115,12 @@ __device__ __forceinline__ void produce(Shared& s, const Params& p, const Maps& 
                                              item.entry_begin)};
       send_block(s, p, maps, slot, item.key_begin, kv_head);
     }
-    EntryChunk chunk, ahead = fetch_chunk(p, item, 0);
+    EntryChunk chunk, ahead = fetch_chunk(p.index, item, 0);
     for (int t = 0; t < tiles; ++t, ++tile) {
       const int in_chunk = t % kTilesOfChunk;
       if (in_chunk == 0) {
         chunk = ahead;
-        ahead = fetch_chunk(p, item, (t + kTilesOfChunk) * kTokens);
+        ahead = fetch_chunk(p.index, item, (t + kTilesOfChunk) * kTokens);
       }
       const int from = in_chunk * kTokens + lane;
       const int token = __shfl_sync(~0u, chunk.token, from & 31);

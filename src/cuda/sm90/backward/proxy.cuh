@@ -4,10 +4,8 @@
 #pragma once
 
 #include "cuda/common/reduce.cuh"
-#include "cuda/common/tile.cuh"
-#include "cuda/common/view.h"
-#include "cuda/index/index.h"
 #include "cuda/sm90/backward/epilogue.cuh"
+#include "cuda/sm90/common/proxy_tile.cuh"
 
 namespace thresher::cuda::sm90::backward {
 
@@ -26,24 +24,20 @@ struct ProxyParams {
   float scale;       // proxy_scale
 };
 
-template <int kDim>
-struct ProxyShared {
-  alignas(128) uint8_t keys[128 * kDim * 2];
-  alignas(128) uint8_t rows[128 * kDim * 2];
+template <class T, int kDim>
+struct ProxyShared : ProxyTile<T, kDim>::Shared {
   alignas(128) uint8_t ds[128 * 128 * 2];
-  int32_t token[128], slot[128];
 };
 
 template <class T, int kDim>
 __global__ void __launch_bounds__(256, 1)
     proxy_backward_kernel(const __grid_constant__ ProxyParams<T> p) {
   extern __shared__ __align__(128) uint8_t proxy_memory[];
-  using S = ProxyShared<kDim>;
-  S& s = *reinterpret_cast<S*>(proxy_memory);
+  using ProxyTile = ProxyTile<T, kDim>;
+  auto& s = *reinterpret_cast<ProxyShared<T, kDim>*>(proxy_memory);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const uint32_t keys = ptx::shared_address(s.keys), rows = ptx::shared_address(s.rows);
   const uint32_t ds_tile = ptx::shared_address(s.ds);
-  const auto row_lane = TileLane<kDim>::a(lane), key_lane = TileLane<kDim>::bt(lane);
   const auto column_lane = TileLane<kDim>::b(lane);
   // This warp's 16 keys of dS, read transposed (see TileLane::at).
   const uint32_t ds_lane =
@@ -61,31 +55,14 @@ __global__ void __launch_bounds__(256, 1)
     const int64_t first_pair = segment * p.index.window_tokens * p.index.top_k + item.entry_begin;
 
     __syncthreads(); // the previous item's tiles are no longer read
-    load_rows_async<kDim, 128, 256>(keys, threadIdx.x, kDim, p.k_proxy.data, [&](int row) {
-      return row < item.key_count ? p.k_proxy.at(item.key_begin + row, key_head) : nullptr;
-    });
+    ProxyTile::load_keys(s, item, p.k_proxy, key_head);
     float dk[kDim / 8][4];
 #pragma unroll
     for (auto& quad : dk)
       quad[0] = quad[1] = quad[2] = quad[3] = 0.f;
 
     for (int entry = 0; entry < item.entry_count; entry += 128) {
-      if (threadIdx.x < 128) {
-        const int e = entry + threadIdx.x;
-        int token = -1, slot = 0;
-        if (e < item.entry_count) {
-          const Entry packed = __ldg(p.index.item_entries(item) + e);
-          token = p.index.entry_token(item, packed);
-          slot = BlockIndex::entry_slot(packed);
-        }
-        s.token[threadIdx.x] = token;
-        s.slot[threadIdx.x] = slot;
-      }
-      __syncthreads();
-      load_rows_async<kDim, 128, 256>(rows, threadIdx.x, kDim, p.q_proxy.data, [&](int row) {
-        return s.token[row] >= 0 ? p.q_proxy.at(s.token[row], item.proxy_head) : nullptr;
-      });
-      ptx::copy_async_commit();
+      ProxyTile::load_rows(s, p.index, item, entry, p.q_proxy);
 
       // This lane's two rows: row and row + 8 of the warp's 16 tokens.
       const int row = warp * 16 + (lane >> 2);
@@ -98,29 +75,12 @@ __global__ void __launch_bounds__(256, 1)
         const bool real = token >= 0;
         minus_lse[h] = real ? -*p.proxy_lse.at(token, item.proxy_head) : 0.f;
         gradient[h] = real && p.dkl.data ? *p.dkl.at(token, item.proxy_head) : 0.f;
-        last_key[h] =
-            real ? min(__ldg(p.index.position + token) - item.block_begin, item.key_count - 1) : -1;
+        last_key[h] = ProxyTile::last_key(s, p.index, item, row + 8 * h);
         teacher[h] =
             real ? p.teacher + (first_pair + entry + row + 8 * h) * 128 + (lane & 3) * 4 : nullptr;
       }
-      ptx::copy_async_wait<0>();
-      __syncthreads();
-
       float scores[16][4];
-#pragma unroll
-      for (auto& quad : scores)
-        quad[0] = quad[1] = quad[2] = quad[3] = 0.f;
-#pragma unroll
-      for (int k = 0; k < kDim / 16; ++k) {
-        uint32_t a[4], b[4];
-        ptx::ldmatrix_x4(a, rows + warp * kSixteenRows + row_lane(k));
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          ptx::ldmatrix_x4(b, keys + n * kSixteenRows + key_lane(k));
-          ptx::mma<T>(scores[2 * n], a, b[0], b[1]);
-          ptx::mma<T>(scores[2 * n + 1], a, b[2], b[3]);
-        }
-      }
+      ProxyTile::scores(s, scores);
 
       // Student, KL and dS, 16 keys at a time.
       uint32_t ds[8][4];

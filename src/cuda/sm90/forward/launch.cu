@@ -1,0 +1,146 @@
+#include "cuda/sm90/forward/forward.h"
+
+#include "cuda/common/launch.h"
+#include "cuda/sm90/common/support.h"
+#include "cuda/sm90/common/tensor_map.h"
+#include "cuda/sm90/forward/combine.cuh"
+#include "cuda/sm90/forward/kernel.cuh"
+#include "cuda/sm90/forward/proxy_lse.cuh"
+
+namespace thresher::cuda::sm90 {
+
+namespace {
+
+using namespace forward;
+
+constexpr double kLog2e = 1.4426950408889634;
+
+struct Plan {
+  BlockIndex index;
+  int parts = 1; // kv heads of a proxy head
+  int windows_per_pass = 1;
+  int passes = 0;
+  int32_t* next_item;       // [passes]
+  void* partial;            // of one pass
+  float2* statistics;       // of one pass
+  float2* proxy_statistics; // of all tokens; null: no proxy
+};
+
+constexpr int64_t kPassBytes = int64_t(1) << 30;
+
+Plan make_plan(const ForwardParams& params, const Shapes& s, WorkspaceCarver& workspace) {
+  Plan plan;
+  plan.parts = std::max(1, s.kv_heads / s.proxy_heads);
+  IndexOptions options;
+  options.window_tokens = suggested_window(s);
+  const int64_t bytes_per_token =
+      static_cast<int64_t>(s.q_heads) * s.top_k * (2 * Config::kDim + sizeof(float2));
+  while (options.window_tokens > 256 && options.window_tokens * bytes_per_token > kPassBytes)
+    options.window_tokens /= 2;
+  plan.index = carve_index(params.problem, s, options, workspace);
+  plan.windows_per_pass = static_cast<int>(
+      std::clamp<int64_t>(kPassBytes / (bytes_per_token * plan.index.window_tokens), 1,
+                          std::max<int64_t>(plan.index.windows, 1)));
+  plan.passes = ceil_div(plan.index.windows, plan.windows_per_pass);
+  const int64_t tokens = std::min<int64_t>(
+      static_cast<int64_t>(plan.windows_per_pass) * plan.index.window_tokens, s.tokens);
+  const int64_t rows = tokens * s.q_heads * s.top_k;
+  plan.next_item = workspace.take<int32_t>(plan.passes);
+  plan.partial = workspace.take<uint16_t>(rows * Config::kDim);
+  plan.statistics = workspace.take<float2>(rows);
+  plan.proxy_statistics =
+      workspace.take<float2>(params.proxy_lse ? s.tokens * s.proxy_heads * s.top_k : 0);
+  return plan;
+}
+
+template <class T>
+void run(const ForwardParams& params, const Shapes& s, const Plan& plan, cudaStream_t stream) {
+  const int sms = device_facts().sm_count;
+  const BlockIndex& index = plan.index;
+  build_index(index, params.problem, s, params.block_indices, stream);
+  check(cudaMemsetAsync(plan.next_item, 0, plan.passes * sizeof(int32_t), stream),
+        "cudaMemsetAsync");
+
+  if (params.proxy_lse) {
+    ProxyLseParams<T> proxy = {};
+    proxy.index = index;
+    proxy.proxy_heads = s.proxy_heads;
+    proxy.proxy_kv_heads = s.proxy_kv_heads;
+    proxy.q_proxy = tensor_view<const T>(params.q_proxy);
+    proxy.k_proxy = tensor_view<const T>(params.k_proxy);
+    proxy.statistics = plan.proxy_statistics;
+    proxy.score_scale = static_cast<float>(params.problem.proxy_scale * kLog2e);
+    with_dim<64, 128>(s.proxy_dim, [&]<int kDim>() {
+      launch("sm90 proxy lse", proxy_statistics_kernel<T, kDim>, sms * 2, 256,
+             sizeof(typename ProxyTile<T, kDim>::Shared), stream, proxy);
+    });
+    launch("sm90 merge proxy lse", merge_proxy_lse_kernel, sms * 4, 256, 0, stream, index,
+           plan.proxy_statistics, tensor_view<float>(params.proxy_lse, false),
+           static_cast<int32_t>(s.tokens), s.proxy_heads);
+  }
+
+  const int heads = rows_per_token(s);
+  const CUtensorMap q_map = encode_map(params.q, heads, 1);
+  const CUtensorMap k_map = encode_map(params.k, 1, Config::kKeys);
+  const CUtensorMap v_map = encode_map(params.v, 1, Config::kKeys);
+  for (int pass = 0; pass < plan.passes; ++pass) {
+    const int first_window = pass * plan.windows_per_pass;
+    const int last_window = std::min(first_window + plan.windows_per_pass, index.windows);
+    Params main = {};
+    main.index = index;
+    main.first_segment = first_window * s.proxy_heads;
+    main.last_segment = last_window * s.proxy_heads;
+    main.first_token = static_cast<int32_t>(first_window * int64_t(index.window_tokens));
+    main.token_rows = static_cast<int32_t>(s.tokens_per_row);
+    main.key_rows = static_cast<int32_t>(s.keys_per_row);
+    main.q_heads = s.q_heads;
+    main.kv_heads = s.kv_heads;
+    main.parts = plan.parts;
+    main.next_item = plan.next_item + pass;
+    main.partial = plan.partial;
+    main.statistics = plan.statistics;
+    main.score_scale = static_cast<float>(params.problem.softmax_scale * kLog2e);
+    with_heads(heads, [&]<int kHeads>() {
+      launch("sm90 forward", forward_kernel<T, kHeads>, sms, Config::kThreads, sizeof(Shared),
+             stream, q_map, k_map, v_map, main);
+    });
+
+    CombineParams combine = {};
+    combine.index = index;
+    combine.first_token = main.first_token;
+    combine.tokens = static_cast<int32_t>(
+        std::min<int64_t>(s.tokens, last_window * int64_t(index.window_tokens)) - main.first_token);
+    combine.q_heads = s.q_heads;
+    combine.group = s.group();
+    combine.partial = plan.partial;
+    combine.statistics = plan.statistics;
+    launch("sm90 combine", combine_kernel<T>, sms * 8, 256, 0, stream, combine,
+           tensor_view<T>(params.out), tensor_view<float>(params.lse, false));
+  }
+}
+
+} // namespace
+
+bool forward_supported(const ForwardParams& params, const Shapes& s) {
+  return is_half_type(s.dtype) && params.block_indices && s.dim == Config::kDim &&
+         s.block_size == Config::kKeys && has_row_kernel(rows_per_token(s)) &&
+         (!params.proxy_lse || s.proxy_dim == 64 || s.proxy_dim == 128) && strides_fit(params.q) &&
+         strides_fit(params.k) && strides_fit(params.v);
+}
+
+size_t forward_workspace_size(const ForwardParams& params, const Shapes& shapes) {
+  WorkspaceCarver measure;
+  make_plan(params, shapes, measure);
+  return measure.bytes();
+}
+
+void sparse_forward(const ForwardParams& params, const Shapes& shapes, const Workspace& workspace,
+                    const Device& device) {
+  WorkspaceCarver carver(workspace.data);
+  const Plan plan = make_plan(params, shapes, carver);
+  with_dtype(shapes.dtype, [&]<class T>() {
+    run<T>(params, shapes, plan, static_cast<cudaStream_t>(device.stream));
+  });
+}
+
+} // namespace thresher::cuda::sm90
