@@ -26,7 +26,7 @@ struct Plan {
   float2* proxy_statistics; // of all tokens; null: no proxy
 };
 
-constexpr int64_t kPassBytes = int64_t(1) << 30;
+constexpr int64_t kPassBytes = int64_t(5) << 28; // 1.25 GiB: 4,096 tokens of M3
 
 Plan make_plan(const ForwardParams& params, const Shapes& s, WorkspaceCarver& workspace) {
   Plan plan;
