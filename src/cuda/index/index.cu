@@ -27,6 +27,19 @@ int64_t item_bound(const Problem& problem, const BlockIndex& index, int64_t frag
   return index.proxy_heads * (std::min(lists, entries) + pieces);
 }
 
+// CTAs a segment: few segments leave SMs idle. All rows must fit in shared memory at once, and a
+// part should be worth its start.
+int32_t part_count(const BlockIndex& index, int64_t segments) {
+  constexpr int64_t kWantedParts = 264; // two CTAs for each of 132 SMs
+  constexpr int32_t kMostParts = 16, kLeastTokens = 64;
+  if (index.rows > kIndexRowTile)
+    return 1;
+  return static_cast<int32_t>(std::clamp<int64_t>(
+      kWantedParts / std::max<int64_t>(segments, 1), 1,
+      std::clamp<int32_t>(std::min(index.window_tokens, index.tokens) / kLeastTokens, 1,
+                          kMostParts)));
+}
+
 int32_t heads_sharing(int32_t proxy_heads, int32_t owners) {
   if (owners > 0 && proxy_heads % owners == 0)
     return proxy_heads / owners;
@@ -71,12 +84,16 @@ BlockIndex carve_index(const Problem& problem, const Shapes& shapes, const Index
   index.max_items = static_cast<int32_t>(max_items);
 
   IndexScratch& scratch = index.scratch;
+  scratch.parts = part_count(index, segments);
+  scratch.part_tokens = ceil_div(std::min(index.window_tokens, index.tokens), scratch.parts);
   const size_t cleared_from = workspace.bytes();
   index.row_items = workspace.take<int32_t>(index.proxy_heads * rows);
   index.block_rows = workspace.take<BlockRow>(rows);
   index.key_row = workspace.take<int32_t>(index.keys);
   scratch.ticket = workspace.take<int32_t>(1);
   scratch.segment_state = workspace.take<uint32_t>(segments);
+  if (scratch.parts > 1)
+    scratch.part_ready = workspace.take<int32_t>(segments * scratch.parts);
   if (own_keys)
     scratch.key_starts = workspace.take<uint32_t>(index.keys / 32 + 1);
   if (options.ordered)
@@ -90,6 +107,8 @@ BlockIndex carve_index(const Problem& problem, const Shapes& shapes, const Index
       workspace.take<uint8_t>(static_cast<int64_t>(index.proxy_heads) * index.tokens);
   if (own_keys)
     scratch.fragment_row = workspace.take<int32_t>(fragments);
+  if (scratch.parts > 1)
+    scratch.part_counts = workspace.take<int32_t>(segments * scratch.parts * rows);
   index.segment_items = workspace.take<int32_t>(segments + 1);
   index.entries = workspace.take<Entry>(segments * window_entries);
   index.items = workspace.take<WorkItem>(max_items);

@@ -54,12 +54,18 @@ struct BlockRow {
   int32_t unused;
 };
 
-// Arrays that only build_index uses.
+inline constexpr int kIndexRowTile = 4096; // block rows that a CTA counts at a time
+
+// What only build_index uses.
 struct IndexScratch {
+  // A window and head is the work of this many CTAs, each with part_tokens of its tokens.
+  int32_t parts = 1, part_tokens = 0;
   char* cleared = nullptr; // start of what must be zero before the first kernel
   size_t cleared_bytes = 0;
-  int32_t* ticket = nullptr;         // [1] next segment to build
+  int32_t* ticket = nullptr;         // [1] next part of a segment to build
   uint32_t* segment_state = nullptr; // [windows * Hp] items so far, for the look-back
+  int32_t* part_ready = nullptr;     // [windows * Hp, parts] counts are there; only if parts > 1
+  int32_t* part_counts = nullptr;    // [windows * Hp, parts, rows]; only if parts > 1
   uint32_t* key_starts = nullptr;    // [Tk / 32 + 1] one bit a document start; only with k_begin
   int32_t* fragment_row = nullptr;   // [fragments] block row of block 0; only with k_begin or k_len
   int2* pieces = nullptr;            // [max_items] {piece, pieces} of the list; only if ordered

@@ -34,12 +34,14 @@ struct RawSlots {
                                        const BlockIdsView<const int32_t>& ids, int32_t head,
                                        int32_t begin, int32_t offset, int32_t count, int lane) {
     const int32_t token = begin + offset;
-    position = offset < count ? index.position[token] : -1;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j)
       id[j] = -1;
-    if (position < 0)
+    position = -1;
+    if (offset >= count)
       return;
+    // No load waits for another: ids of padding are read and then not used.
+    position = index.position[token];
     row_base = index.row_base[token];
     const int32_t* from = ids.at(head, token);
 #pragma unroll
