@@ -3,7 +3,7 @@
 // beat one kept by more than the rounding bound.
 #include "harness.h"
 
-#include "cuda/kernel.h"
+#include "cuda/portable/select/select.h"
 
 #include <gtest/gtest.h>
 
@@ -42,7 +42,8 @@ void parallel_for(int64_t count, F&& f) {
 }
 
 template <class T>
-std::vector<int32_t> run_select(const Case& c, const std::vector<T>& q, const std::vector<T>& k) {
+std::vector<int32_t> run_select(const Case& c, const std::vector<T>& q, const std::vector<T>& k,
+                                const cuda::portable::SelectOptions& options = {}) {
   SelectParams params;
   Shapes shapes;
   const DeviceBatch device_batch(c.batch);
@@ -61,11 +62,9 @@ std::vector<int32_t> run_select(const Case& c, const std::vector<T>& q, const st
   params.q_proxy = tensor_of(device_q, c.batch.tokens, c.heads, c.dim);
   params.k_proxy = tensor_of(device_k, c.batch.keys, c.key_heads, c.dim);
   params.block_indices = tensor_of(ids, c.heads, c.batch.tokens, c.top_k);
-  const auto& kernel = cuda::portable::select_blocks;
-  Workspace size;
-  size.bytes = kernel.workspace_size(params, shapes);
-  const DeviceArray<char> workspace(static_cast<int64_t>(size.bytes));
-  kernel.run(params, shapes, {workspace.data(), size.bytes}, nullptr);
+  const size_t bytes = cuda::portable::select_workspace_size(params, shapes, options);
+  const DeviceArray<char> workspace(static_cast<int64_t>(bytes));
+  cuda::portable::run_select(params, shapes, {workspace.data(), bytes}, options, nullptr);
   CUDA_CHECK(cudaDeviceSynchronize());
   EXPECT_TRUE(ids.guards_intact());
   EXPECT_TRUE(workspace.guards_intact());
@@ -285,24 +284,32 @@ TEST(Select, LongDocument) {
   check_both(c);
 }
 
-// One document alone (keys split over the GPU) and among others (not split): the same ids.
-TEST(Select, SameIdsFromTwoLaunchShapes) {
+// Cut keys, lists in global memory, other documents in the batch: the same ids.
+TEST(Select, SameIdsFromEveryLaunchShape) {
   using T = __nv_bfloat16;
-  Case alone = {"alone", packed({6000}), 4, 1, 128, 64, 16, 0, 1, Data::kNormal};
-  std::vector<T> q, k;
-  make_data(alone, q, k);
-  Case among = alone;
-  among.batch = packed({6000, 30000, 30000});
-  std::vector<T> more_q, more_k;
-  make_data(among, more_q, more_k);
-  std::copy(q.begin(), q.end(), more_q.begin());
-  std::copy(k.begin(), k.end(), more_k.begin());
-  const auto ids = run_select<T>(alone, q, k), more_ids = run_select<T>(among, more_q, more_k);
-  for (int head = 0; head < alone.heads; ++head)
-    for (int64_t i = 0; i < 6000 * alone.top_k; ++i)
-      ASSERT_EQ(ids[static_cast<size_t>(head * 6000 * alone.top_k + i)],
-                more_ids[static_cast<size_t>(head * among.batch.tokens * alone.top_k + i)])
-          << "head " << head << " token " << i / alone.top_k;
+  for (int top_k : {16, 100}) {
+    Case alone = {"alone", packed({9000}), 4, 1, 128, 64, top_k, 1, 1, Data::kNormal};
+    std::vector<T> q, k;
+    make_data(alone, q, k);
+    const auto ids = run_select<T>(alone, q, k);
+    for (int splits : {1, 2, 5, 8})
+      for (size_t shared_limit : {size_t{0}, size_t{1}}) {
+        ASSERT_EQ(ids, run_select<T>(alone, q, k, {shared_limit, splits}))
+            << splits << " splits, shared limit " << shared_limit;
+      }
+    Case among = alone;
+    among.batch = packed({9000, 20000, 5});
+    std::vector<T> more_q, more_k;
+    make_data(among, more_q, more_k);
+    std::copy(q.begin(), q.end(), more_q.begin());
+    std::copy(k.begin(), k.end(), more_k.begin());
+    const auto more_ids = run_select<T>(among, more_q, more_k);
+    for (int head = 0; head < alone.heads; ++head)
+      for (int64_t i = 0; i < 9000 * top_k; ++i)
+        ASSERT_EQ(ids[static_cast<size_t>(head * 9000 * top_k + i)],
+                  more_ids[static_cast<size_t>(head * among.batch.tokens * top_k + i)])
+            << "head " << head << " token " << i / top_k;
+  }
 }
 
 } // namespace

@@ -2,15 +2,35 @@
 #include "harness.h"
 
 #include "cuda/index/index.h"
-#include "cuda/kernel.h"
+#include "cuda/index/tokens.h"
+#include "cuda/portable/select/select.h"
 
 using namespace thresher;
 using namespace thresher::test;
 
 namespace {
 
+// Of one call, from a CUDA graph of `count` calls: no launch gaps.
+template <class F>
+double graph_ms(int count, F&& f) {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  CUDA_CHECK(cudaStreamCreate(&stream));
+  CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < count; ++i)
+    f(stream);
+  CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+  CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
+  const double ms = median_ms(5, [&] { CUDA_CHECK(cudaGraphLaunch(executable, nullptr)); });
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  return ms / count;
+}
+
 void run(const char* name, const Batch& batch, int heads, int key_heads, int dim, int block_size,
-         int top_k) {
+         int top_k, const cuda::portable::SelectOptions& options_select = {}) {
   using T = __nv_bfloat16;
   SelectParams params;
   Shapes shapes;
@@ -31,11 +51,11 @@ void run(const char* name, const Batch& batch, int heads, int key_heads, int dim
   params.q_proxy = tensor_of(q, batch.tokens, heads, dim);
   params.k_proxy = tensor_of(k, batch.keys, key_heads, dim);
   params.block_indices = tensor_of(ids, heads, batch.tokens, top_k);
-  const auto& kernel = cuda::portable::select_blocks;
-  const size_t bytes = kernel.workspace_size(params, shapes);
+  const size_t bytes = cuda::portable::select_workspace_size(params, shapes, options_select);
   const DeviceArray<char> workspace(static_cast<int64_t>(bytes));
-  const double select_ms =
-      median_ms(7, [&] { kernel.run(params, shapes, {workspace.data(), bytes}, nullptr); });
+  const double select_ms = graph_ms(batch.tokens <= 32768 ? 10 : 2, [&](cudaStream_t stream) {
+    cuda::portable::run_select(params, shapes, {workspace.data(), bytes}, options_select, stream);
+  });
   double flops = 0;
   for (int64_t f = 0; f < batch.fragments(); ++f) {
     const double length = static_cast<double>(batch.queries(f));
@@ -49,14 +69,19 @@ void run(const char* name, const Batch& batch, int heads, int key_heads, int dim
   const DeviceArray<char> index_memory(static_cast<int64_t>(measure.bytes()));
   cuda::WorkspaceCarver carver(index_memory.data());
   const cuda::BlockIndex index = cuda::carve_index(params.problem, shapes, options, carver);
-  const double index_ms = median_ms(
-      7, [&] { cuda::build_index(index, params.problem, shapes, params.block_indices, nullptr); });
+  const double index_ms = graph_ms(10, [&](cudaStream_t stream) {
+    cuda::build_index(index, params.problem, shapes, params.block_indices, stream);
+  });
+  const double tokens_ms = graph_ms(10, [&](cudaStream_t stream) {
+    cuda::describe_tokens(index, cuda::make_geometry(params.problem, shapes), stream);
+  });
   int32_t items = 0;
   CUDA_CHECK(cudaMemcpy(&items, index.segment_items + index.windows * heads, sizeof(items),
                         cudaMemcpyDeviceToHost));
-  std::printf("%-28s select %8.3f ms %5.0f TFLOP/s (%4.0f MiB)   index %7.3f ms (%4.0f MiB, window "
+  std::printf("%-28s select %8.3f ms %5.0f TFLOP/s (%4.0f MiB)   index %7.3f ms (tokens %.3f; "
+              "%4.0f MiB, window "
               "%d, %d items of at most %d)\n",
-              name, select_ms, flops / select_ms * 1e-9, bytes / 1048576.0, index_ms,
+              name, select_ms, flops / select_ms * 1e-9, bytes / 1048576.0, index_ms, tokens_ms,
               measure.bytes() / 1048576.0, index.window_tokens, items, index.max_items);
   std::fflush(stdout);
 }
@@ -76,6 +101,12 @@ int main() {
   run("8/2 64K", packed({65536}), 8, 2, 128, 128, 16);
   run("4/1 64K B 32 K 64", packed({65536}), 4, 1, 128, 32, 64);
   run("4/1 64K K 128", packed({65536}), 4, 1, 128, 64, 128);
+  run("4/1 64K B 32 K 64 global", packed({65536}), 4, 1, 128, 32, 64, {1, 0});
+  run("4/1 64K K 128 global", packed({65536}), 4, 1, 128, 64, 128, {1, 0});
+  run("4/1 64K K 16 global", packed({65536}), 4, 1, 128, 128, 16, {1, 0});
+  run("4/1 16K 1 split", packed({16384}), 4, 1, 128, 128, 16, {0, 1});
+  run("4/1 16K 2 splits", packed({16384}), 4, 1, 128, 128, 16, {0, 2});
+  run("4/1 64K 2 splits", packed({65536}), 4, 1, 128, 128, 16, {0, 2});
   run(
       "4/1 10000 x 7 + 64K",
       [] {
@@ -87,4 +118,5 @@ int main() {
   run("4/1 192K of 3K to 60K", packed({60000, 3000, 20000, 31000, 9000, 45000, 5000, 23000}), 4, 1,
       128, 128, 16);
   run("1/1 1M", packed({1 << 20}), 1, 1, 64, 128, 16);
+  run("4/1 384K", packed({393216}), 4, 1, 64, 128, 16);
 }

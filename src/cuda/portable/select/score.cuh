@@ -28,11 +28,8 @@ struct ScoreConfig {
   // Queries pass through the ring's memory on their way to registers.
   static constexpr int kRingBytes = std::max(kStages * kStageBytes, kQueryBytes);
 
-  THRESHER_HOST_DEVICE static constexpr int padded(int scored) {
-    return (scored + kTopKUnroll - 1) / kTopKUnroll * kTopKUnroll;
-  }
   static constexpr size_t list_bytes(int scored) {
-    return static_cast<size_t>(kRows) * padded(scored) * sizeof(Candidate);
+    return static_cast<size_t>(kRows) * RowTopK::entries(scored) * sizeof(Candidate);
   }
 };
 
@@ -101,7 +98,7 @@ __global__ void __launch_bounds__(ScoreConfig<kDim>::kThreads, ScoreConfig<kDim>
   const int scored = args.scored();
   Candidate* lists = args.list_memory
                          ? args.list_memory + static_cast<int64_t>(blockIdx.x) * Config::kRows *
-                                                  Config::padded(scored)
+                                                  RowTopK::entries(scored)
                          : reinterpret_cast<Candidate*>(shared + Config::kRingBytes);
   // The row whose top-k this lane keeps.
   const int own_row = warp * Config::kWarpRows + lane / 4 + 8 * (kSubtiles == 2 ? quad : quad % 2);
@@ -278,20 +275,21 @@ __global__ void __launch_bounds__(ScoreConfig<kDim>::kThreads, ScoreConfig<kDim>
 }
 
 template <class T, int kDim>
-ScorePlan ScoreTiles<T, kDim>::plan(int32_t scored) {
+ScorePlan ScoreTiles<T, kDim>::plan(int32_t scored, size_t shared_limit) {
   using Config = ScoreConfig<kDim>;
   const DeviceFacts& facts = device_facts();
   ScorePlan plan;
   plan.rows = Config::kRows;
   plan.shared_bytes = Config::kRingBytes + Config::list_bytes(scored);
   constexpr size_t kStatic = 512; // static shared memory and what the system keeps of it
-  plan.lists_in_shared =
-      plan.shared_bytes + kStatic <= static_cast<size_t>(facts.shared_bytes_per_block);
+  const size_t limit =
+      shared_limit ? shared_limit : static_cast<size_t>(facts.shared_bytes_per_block) - kStatic;
+  plan.lists_in_shared = plan.shared_bytes <= limit;
   if (!plan.lists_in_shared)
     plan.shared_bytes = Config::kRingBytes;
   plan.blocks = facts.sm_count *
                 resident_blocks(score_tiles_kernel<T, kDim>, Config::kThreads, plan.shared_bytes);
-  plan.list_entries = plan.lists_in_shared ? 0 : Config::kRows * Config::padded(scored);
+  plan.list_entries = plan.lists_in_shared ? 0 : Config::kRows * RowTopK::entries(scored);
   return plan;
 }
 

@@ -28,7 +28,8 @@ struct Plan {
 };
 
 // Sizes and workspace of a call; `workspace` may be null to measure.
-Plan plan_select(const SelectParams& params, const Shapes& shapes, void* workspace) {
+Plan plan_select(const SelectParams& params, const Shapes& shapes, void* workspace,
+                 const SelectOptions& options) {
   Plan plan;
   SelectArgs& args = plan.args;
   args.geometry = make_geometry(params.problem, shapes);
@@ -45,8 +46,9 @@ Plan plan_select(const SelectParams& params, const Shapes& shapes, void* workspa
   if (args.scored() == 0)
     return plan; // every place is forced
 
-  with_kernel(shapes,
-              [&]<class T, int kDim>() { plan.score = ScoreTiles<T, kDim>::plan(args.scored()); });
+  with_kernel(shapes, [&]<class T, int kDim>() {
+    plan.score = ScoreTiles<T, kDim>::plan(args.scored(), options.shared_limit);
+  });
   const int32_t heads_per_key = args.proxy_heads / args.proxy_kv_heads;
   args.tile_heads = std::min(heads_per_key, plan.score.rows);
   args.head_groups = ceil_div(heads_per_key, args.tile_heads);
@@ -59,6 +61,8 @@ Plan plan_select(const SelectParams& params, const Shapes& shapes, void* workspa
   const int64_t wanted = int64_t{kUnitsPerBlock} * plan.score.blocks;
   args.splits = static_cast<int32_t>(
       std::clamp<int64_t>(ceil_div(wanted, std::max<int64_t>(units, 1)), 1, kMaxSplits));
+  if (options.splits)
+    args.splits = std::min(options.splits, kMaxSplits);
 
   WorkspaceCarver carver(workspace);
   args.counters = carver.take<int32_t>(2);
@@ -72,17 +76,16 @@ Plan plan_select(const SelectParams& params, const Shapes& shapes, void* workspa
   return plan;
 }
 
-std::string refuses(const SelectParams&, const Shapes&, const DeviceFacts&) {
-  return {};
+} // namespace
+
+size_t select_workspace_size(const SelectParams& params, const Shapes& shapes,
+                             const SelectOptions& options) {
+  return plan_select(params, shapes, nullptr, options).bytes;
 }
 
-size_t workspace_size(const SelectParams& params, const Shapes& shapes) {
-  return plan_select(params, shapes, nullptr).bytes;
-}
-
-void run(const SelectParams& params, const Shapes& shapes, const Workspace& workspace,
-         cudaStream_t stream) {
-  const Plan plan = plan_select(params, shapes, workspace.data);
+void run_select(const SelectParams& params, const Shapes& shapes, const Workspace& workspace,
+                const SelectOptions& options, cudaStream_t stream) {
+  const Plan plan = plan_select(params, shapes, workspace.data, options);
   if (plan.args.scored() > 0) {
     order_tiles(plan.args, stream);
     with_kernel(shapes, [&]<class T, int kDim>() {
@@ -93,8 +96,13 @@ void run(const SelectParams& params, const Shapes& shapes, const Workspace& work
   finish_rows(plan.args, stream);
 }
 
-} // namespace
-
-const Kernel<SelectParams> select_blocks = {"portable", refuses, workspace_size, run};
+const Kernel<SelectParams> select_blocks = {
+    "portable",
+    [](const SelectParams&, const Shapes&, const DeviceFacts&) { return std::string(); },
+    [](const SelectParams& params, const Shapes& shapes) {
+      return select_workspace_size(params, shapes, {});
+    },
+    [](const SelectParams& params, const Shapes& shapes, const Workspace& workspace,
+       cudaStream_t stream) { run_select(params, shapes, workspace, {}, stream); }};
 
 } // namespace thresher::cuda::portable

@@ -53,9 +53,20 @@ struct ScorePlan {
 // kDim: Dp padded. Explicitly instantiated in score_*.cu.
 template <class T, int kDim>
 struct ScoreTiles {
-  static ScorePlan plan(int32_t scored);
+  // Lists go to global memory if a CTA would need more than `shared_limit` bytes of shared memory.
+  static ScorePlan plan(int32_t scored, size_t shared_limit);
   static void run(const SelectArgs& args, const ScorePlan& plan, const TensorView<const T>& q_proxy,
                   const TensorView<const T>& k_proxy, cudaStream_t stream);
 };
+
+// What tests and measurements may override; 0: chosen from shapes and device.
+struct SelectOptions {
+  size_t shared_limit = 0; // bytes of shared memory of a CTA
+  int32_t splits = 0;
+};
+size_t select_workspace_size(const SelectParams& params, const Shapes& shapes,
+                             const SelectOptions& options);
+void run_select(const SelectParams& params, const Shapes& shapes, const Workspace& workspace,
+                const SelectOptions& options, cudaStream_t stream);
 
 } // namespace thresher::cuda::portable
