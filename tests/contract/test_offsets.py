@@ -137,7 +137,7 @@ def test_a_tensor_with_more_than_two_to_31_real_elements(api, device, main_dtype
     assert (outcome.gradients["q"][-1] != 0).any() and outcome.out[-1].isfinite().all()
 
 
-@pytest.mark.parametrize("tokens", [2**31, 2**31 - 1, 2**33], ids=["2^31", "2^31-1", "2^33"])
+@pytest.mark.parametrize("tokens", [2**31, 2**33], ids=["2^31", "2^33"])
 def test_token_counts_beyond_the_limit_are_an_error_not_a_crash(api, tokens, thresher_only):
     """Stride-0 rows of one number: no memory for the inputs, and none could hold the results."""
 
