@@ -2,8 +2,7 @@
 // timed.   gpu_sparse check | time TOKENS [64|16]   prints JSON lines
 // TFLOP/s count the main attention's five products of the selected pairs only.
 #include "cuda/common/launch.h"
-#include "cuda/sm90/backward/backward.h"
-#include "cuda/sm90/forward/forward.h"
+#include "cuda/kernel.h"
 
 #include <cuda_bf16.h>
 
@@ -320,18 +319,14 @@ struct World {
     if (c.proxy)
       forward.q_proxy = params.q_proxy, forward.k_proxy = params.k_proxy,
       forward.proxy_lse = params.proxy_lse;
-    forward_bytes = cuda::sm90::forward_workspace_size(forward, shapes);
-    bytes = std::max(forward_bytes, cuda::sm90::backward_workspace_size(params, shapes));
+    forward_bytes = cuda::sm90::sparse_forward.workspace_size(forward, shapes);
+    bytes = std::max(forward_bytes, cuda::sm90::sparse_backward.workspace_size(params, shapes));
     workspace = device<char>(bytes);
   }
-  void run() {
-    cuda::sm90::sparse_backward(params, shapes, {workspace, bytes},
-                                {DeviceType::kCuda, 0, nullptr});
-  }
+  void run() { cuda::sm90::sparse_backward.run(params, shapes, {workspace, bytes}, nullptr); }
 
   void run_forward() {
-    cuda::sm90::sparse_forward(forward, shapes, {workspace, bytes},
-                               {DeviceType::kCuda, 0, nullptr});
+    cuda::sm90::sparse_forward.run(forward, shapes, {workspace, bytes}, nullptr);
   }
 
   void check() {

@@ -1,6 +1,7 @@
-#include "cuda/sm90/backward/backward.h"
-
+// Host side of the backward: index, then row constants, main kernel, proxy and conversions pass by
+// pass.
 #include "cuda/common/launch.h"
+#include "cuda/kernel.h"
 #include "cuda/sm90/backward/kernel.cuh"
 #include "cuda/sm90/backward/passes.cuh"
 #include "cuda/sm90/backward/proxy.cuh"
@@ -203,28 +204,33 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
 
 } // namespace
 
-bool backward_supported(const BackwardParams& params, const Shapes& s) {
-  const bool proxy = params.dkl || params.kl;
-  return is_half_type(s.dtype) && params.dout && params.block_indices &&
-         !params.problem.deterministic && s.dim == Config::kDim && s.block_size == Config::kKeys &&
-         has_row_kernel(rows_per_token(s)) && (!proxy || s.proxy_dim == 64 || s.proxy_dim == 128) &&
-         strides_fit(params.q) && strides_fit(params.dout) && strides_fit(params.k) &&
-         strides_fit(params.v);
-}
-
-size_t backward_workspace_size(const BackwardParams& params, const Shapes& shapes) {
-  WorkspaceCarver measure;
-  make_plan(params, shapes, measure);
-  return measure.bytes();
-}
-
-void sparse_backward(const BackwardParams& params, const Shapes& shapes, const Workspace& workspace,
-                     const Device& device) {
-  WorkspaceCarver carver(workspace.data);
-  const Plan plan = make_plan(params, shapes, carver);
-  with_dtype(shapes.dtype, [&]<class T>() {
-    run<T>(params, shapes, plan, static_cast<cudaStream_t>(device.stream));
-  });
-}
+extern const Kernel<BackwardParams> sparse_backward = {
+    "sm90",
+    [](const BackwardParams& params, const Shapes& s, const DeviceFacts& device) -> std::string {
+      const std::string reason = refuses_attention(s, device);
+      if (!reason.empty())
+        return reason;
+      if (!params.dout)
+        return "has no variant without main gradients";
+      if (params.problem.deterministic)
+        return "has no deterministic variant";
+      if ((params.dkl || params.kl) && !has_proxy_kernel(s))
+        return kProxyDims;
+      return strides_fit(params.q) && strides_fit(params.k) && strides_fit(params.v) &&
+                     strides_fit(params.dout)
+                 ? ""
+                 : kStrides;
+    },
+    [](const BackwardParams& params, const Shapes& shapes) {
+      WorkspaceCarver measure;
+      make_plan(params, shapes, measure);
+      return measure.bytes();
+    },
+    [](const BackwardParams& params, const Shapes& shapes, const Workspace& workspace,
+       cudaStream_t stream) {
+      WorkspaceCarver carver(workspace.data);
+      const Plan plan = make_plan(params, shapes, carver);
+      with_dtype(shapes.dtype, [&]<class T>() { run<T>(params, shapes, plan, stream); });
+    }};
 
 } // namespace thresher::cuda::sm90

@@ -1,10 +1,13 @@
 // Which problems the Hopper KV-major kernels take; the others go to the portable ones.
 #pragma once
 
+#include "cuda/common/launch.h"
+
 #include "core/shapes.h"
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
 namespace thresher::cuda::sm90 {
 
@@ -24,10 +27,22 @@ inline bool strides_fit(const Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
 }
 
-// kHeads of the kernels that exist.
-inline bool has_row_kernel(int rows) {
-  return rows == 4 || rows == 8 || rows == 16;
+// Why the KV-major kernels do not take a problem; empty if they do.
+inline std::string refuses_attention(const Shapes& s, const DeviceFacts& device) {
+  if (device.major != 9)
+    return "needs compute capability 9.0";
+  if (s.dim != 128 || s.block_size != 128)
+    return "needs head dimension 128 and block size 128";
+  const int rows = rows_per_token(s); // kHeads of the kernels that exist
+  if (rows != 4 && rows != 8 && rows != 16)
+    return "needs 4, 8 or 16 main heads on one (proxy head, kv head)";
+  return "";
 }
+inline bool has_proxy_kernel(const Shapes& s) {
+  return s.proxy_dim == 64 || s.proxy_dim == 128;
+}
+inline constexpr const char* kProxyDims = "needs a proxy head dimension of 64 or 128";
+inline constexpr const char* kStrides = "needs positive 16-byte strides";
 
 template <class F>
 void with_heads(int heads, F&& f) {

@@ -32,38 +32,47 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Co
                                                           row * p.index.top_k * 128) +
                            chunk;
 
-    float top = -INFINITY; // of the slots of the row
-    for (int slot = lane; slot < slots; slot += 32)
-      top = fmaxf(top, __ldg(&statistics[slot].x));
-#pragma unroll
-    for (int distance = 16; distance > 0; distance >>= 1)
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-
-    float acc[8] = {}, sum = 0.f;
-    constexpr int kBatch = 8; // loads in flight
-    for (int first = half; first < slots; first += 2 * kBatch) {
+    // The rows' loads are in flight while the statistics are reduced; more than 16 slots take
+    // further rounds, each with its own offset.
+    constexpr int kBatch = 8;
+    float top = -INFINITY, sum = 0.f, acc[8] = {};
+    for (int first = 0; first < slots; first += 2 * kBatch) {
       uint4 value[kBatch];
-      float2 ml[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int slot = first + 2 * i;
-        ml[i] = slot < slots ? __ldg(statistics + slot) : make_float2(-INFINITY, 0.f);
+        const int slot = first + 2 * i + half;
         value[i] = slot < slots ? __ldcs(partial + slot * 16) : make_uint4(0, 0, 0, 0);
       }
+      const bool mine = first + chunk < slots;
+      const float2 ml =
+          mine ? __ldg(statistics + first + chunk) : make_float2(-INFINITY, 0.f); // of 16 slots
+      float round_top = ml.x;
+#pragma unroll
+      for (int distance = 8; distance > 0; distance >>= 1)
+        round_top = fmaxf(round_top, __shfl_xor_sync(~0u, round_top, distance));
+      const float next_top = fmaxf(top, round_top);
+      const float rescale = ptx::exp2(top - next_top); // first round: exp2(-inf) = 0
+      top = next_top;
+      const float weight = mine ? ptx::exp2(ml.x - top) : 0.f;
+      sum = sum * rescale + weight * ml.y;
+#pragma unroll
+      for (float& x : acc)
+        x *= rescale;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const float weight = ptx::exp2(ml[i].x - top);
+        const float w = __shfl_sync(~0u, weight, 2 * i + half);
         const uint32_t pairs[4] = {value[i].x, value[i].y, value[i].z, value[i].w};
-        sum = fmaf(weight, ml[i].y, sum);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const float2 x = ptx::unpack<T>(pairs[k]);
-          acc[2 * k] = fmaf(weight, x.x, acc[2 * k]);
-          acc[2 * k + 1] = fmaf(weight, x.y, acc[2 * k + 1]);
+          acc[2 * k] = fmaf(w, x.x, acc[2 * k]);
+          acc[2 * k + 1] = fmaf(w, x.y, acc[2 * k + 1]);
         }
       }
     }
-    sum += __shfl_xor_sync(~0u, sum, 16);
+#pragma unroll
+    for (int distance = 8; distance > 0; distance >>= 1) // both halves hold all 16 slots' weights
+      sum += __shfl_xor_sync(~0u, sum, distance);
 #pragma unroll
     for (float& x : acc)
       x += __shfl_xor_sync(~0u, x, 16);

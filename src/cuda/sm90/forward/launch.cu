@@ -1,6 +1,6 @@
-#include "cuda/sm90/forward/forward.h"
-
+// Host side of the sparse forward: index, proxy LSE, then main kernel and combine pass by pass.
 #include "cuda/common/launch.h"
+#include "cuda/kernel.h"
 #include "cuda/sm90/common/support.h"
 #include "cuda/sm90/common/tensor_map.h"
 #include "cuda/sm90/forward/combine.cuh"
@@ -121,26 +121,27 @@ void run(const ForwardParams& params, const Shapes& s, const Plan& plan, cudaStr
 
 } // namespace
 
-bool forward_supported(const ForwardParams& params, const Shapes& s) {
-  return is_half_type(s.dtype) && params.block_indices && s.dim == Config::kDim &&
-         s.block_size == Config::kKeys && has_row_kernel(rows_per_token(s)) &&
-         (!params.proxy_lse || s.proxy_dim == 64 || s.proxy_dim == 128) && strides_fit(params.q) &&
-         strides_fit(params.k) && strides_fit(params.v);
-}
-
-size_t forward_workspace_size(const ForwardParams& params, const Shapes& shapes) {
-  WorkspaceCarver measure;
-  make_plan(params, shapes, measure);
-  return measure.bytes();
-}
-
-void sparse_forward(const ForwardParams& params, const Shapes& shapes, const Workspace& workspace,
-                    const Device& device) {
-  WorkspaceCarver carver(workspace.data);
-  const Plan plan = make_plan(params, shapes, carver);
-  with_dtype(shapes.dtype, [&]<class T>() {
-    run<T>(params, shapes, plan, static_cast<cudaStream_t>(device.stream));
-  });
-}
+extern const Kernel<ForwardParams> sparse_forward = {
+    "sm90",
+    [](const ForwardParams& params, const Shapes& s, const DeviceFacts& device) -> std::string {
+      const std::string reason = refuses_attention(s, device);
+      if (!reason.empty())
+        return reason;
+      if (params.proxy_lse && !has_proxy_kernel(s))
+        return kProxyDims;
+      return strides_fit(params.q) && strides_fit(params.k) && strides_fit(params.v) ? ""
+                                                                                     : kStrides;
+    },
+    [](const ForwardParams& params, const Shapes& shapes) {
+      WorkspaceCarver measure;
+      make_plan(params, shapes, measure);
+      return measure.bytes();
+    },
+    [](const ForwardParams& params, const Shapes& shapes, const Workspace& workspace,
+       cudaStream_t stream) {
+      WorkspaceCarver carver(workspace.data);
+      const Plan plan = make_plan(params, shapes, carver);
+      with_dtype(shapes.dtype, [&]<class T>() { run<T>(params, shapes, plan, stream); });
+    }};
 
 } // namespace thresher::cuda::sm90
