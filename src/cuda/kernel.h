@@ -1,7 +1,7 @@
-// How an implementation of an operation presents itself to the dispatch table in backend.cu.
+// How an implementation of an operation presents itself to the dispatch table in backend.cpp.
 //
 // An implementation defines one `extern const Kernel<Params>` in its folder, under the name
-// declared here, and checks nothing that backend.cu has checked already: dtypes bf16/fp16, head
+// declared here, and checks nothing that backend.cpp has checked already: dtypes bf16/fp16, head
 // dimensions a multiple of 8 up to 256, block size 32/64/128/256, K <= 128, 16-byte aligned rows,
 // sizes below 2^31. The device is current, T > 0, the workspace is large enough.
 #pragma once
