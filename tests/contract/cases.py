@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import reference64
 import torch
+
+import reference64
 
 # Hq, Hkv, Hp, Hpk
 HEADS = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import reference64
 import torch
+
+import reference64
 
 from .cases import NAMES, Case, upstream
 from .plain import plain

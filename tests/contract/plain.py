@@ -6,8 +6,9 @@ half precisions; it is never taken for the truth.
 
 from __future__ import annotations
 
-import reference64
 import torch
+
+import reference64
 
 
 def _log_softmax(scores: torch.Tensor, attended: torch.Tensor):

@@ -1,8 +1,9 @@
 """The edge cases of spec.md section 9, one test (or more) a row."""
 
 import pytest
-import reference64
 import torch
+
+import reference64
 
 from .cases import HEADS, NAMES, make_case, upstream
 from .checks import (

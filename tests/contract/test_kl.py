@@ -3,8 +3,9 @@
 import math
 
 import pytest
-import reference64
 import torch
+
+import reference64
 
 from .cases import HEADS, make_case, upstream
 from .checks import assert_close, assert_outcome, assert_same, verify

@@ -3,8 +3,9 @@
 import re
 
 import pytest
-import reference64
 import torch
+
+import reference64
 
 from .cases import HEADS, make_case, upstream
 from .checks import assert_outcome, assert_same, verify

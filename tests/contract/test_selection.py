@@ -1,8 +1,9 @@
 """Selection: spec.md section 3, alone, judged against float64 with the dtype's rounding bound."""
 
 import pytest
-import reference64
 import torch
+
+import reference64
 
 from .cases import HEADS, UNEVEN, make_case
 from .checks import assert_selection

@@ -74,10 +74,11 @@ TEST_P(BothModes, PaddingIsNeverReadAndIsZero) {
     EXPECT_EQ(b.proxy_lse[static_cast<size_t>(t * 2)], -HUGE_VAL);
     EXPECT_EQ(b.kl[static_cast<size_t>(t * 2)], 0);
   }
-  if (GetParam())
+  if (GetParam()) {
     for (int h = 0; h < 2; ++h)
       for (int i = 80 * 3; i < 87 * 3; ++i)
         EXPECT_EQ(c.ids[static_cast<size_t>(h * 87 * 3 + i)], -1);
+  }
 }
 
 TEST_P(BothModes, KeysThatNobodyReadsGetZeros) {

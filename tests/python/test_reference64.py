@@ -3,8 +3,9 @@
 import math
 
 import pytest
-import reference64
 import torch
+
+import reference64
 from reference64 import Fragment, Inputs, Problem
 
 FRAGMENTS = (

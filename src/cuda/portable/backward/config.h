@@ -43,19 +43,43 @@ struct MainConfig {
   // The heads of a token stay within one warp's rows of S^T, which sums over them.
   static constexpr int kMaxHeads = kScoreRows;
 
-  static constexpr int kBlockTileBytes = kKeys * kDim * 2; // K or V
-  static constexpr int kRowTileBytes = kRows * kDim * 2;   // Q or dO
+  static constexpr int kBlockTileBytes = kKeys * kDim * 2;  // K or V
+  static constexpr int kRowTileBytes = kRows * kDim * 2;    // Q or dO
   static constexpr int kScoreTileBytes = kKeys * kRows * 2; // P^T or dS^T
 };
 
-// Largest number of heads on one tile row group, whatever the configuration.
-inline constexpr int kHeadsOfWide = 32, kHeadsOfNarrow = 16;
+// The proxy's kernel: rows are tokens, and S = Q K^T has them on the rows of the products, as the
+// teacher's rows lie in memory. dQ = dS K and dK += dS^T Q follow.
+template <int kDim_, bool kWide_>
+struct ProxyConfig {
+  static constexpr int kDim = kDim_;
+  static_assert(kDim == 64 || kDim == 128 || kDim == 256, "other dimensions are padded to these");
+  static constexpr int kKeys = kWide_ ? 128 : 64, kRows = kWide_ ? 64 : 32;
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps, kStages = 2;
+  static constexpr int kCtas = kWide_ ? 1 : 2;
+
+  static constexpr int kScoreRowWarps = 2, kScoreKeyWarps = 4;
+  static constexpr int kScoreRows = kRows / kScoreRowWarps, kScoreKeys = kKeys / kScoreKeyWarps;
+  static constexpr int kKeyWarps = kKeys / 32, kColumnWarps = kWarps / kKeyWarps;
+  static constexpr int kColumns = kDim / kColumnWarps;
+  static constexpr int kRowWarps = 2, kQueryColumnWarps = 4;
+  static constexpr int kQueryRows = kRows / kRowWarps, kQueryColumns = kDim / kQueryColumnWarps;
+};
 
 // A row's facts, packed. Tokens are counted from the first of the pass.
 inline constexpr int32_t kTokenMask = (1 << 24) - 1;
 inline constexpr int32_t kQueryBad = 1 << 24;  // Q row or lse not finite: taken as 0, P is NaN
 inline constexpr int32_t kOutputBad = 1 << 25; // dO row not finite: taken as 0, dS and P are NaN
 inline constexpr int32_t kNoRow = -1;
+
+// The rows of three tiles: being worked on, being loaded, being described.
+template <int kRows, class Constants>
+struct RowRing {
+  alignas(16) Constants constants[3][kRows];
+  int32_t token[3][kRows];  // token of the pass with flags, or kNoRow
+  uint16_t reach[3][kRows]; // visible keys of the unit, and slot << 8
+  uint8_t head[kRows];      // of a row, from the unit's first
+};
 
 template <class C>
 struct MainShared {
@@ -65,12 +89,19 @@ struct MainShared {
   alignas(128) uint8_t dout[C::kStages][C::kRowTileBytes];
   alignas(128) uint8_t probability[C::kScoreTileBytes]; // P^T, [key][row]
   alignas(128) uint8_t gradient[C::kScoreTileBytes];    // dS^T
-  // Rows of three tiles: being worked on, being loaded, being described.
-  alignas(16) float2 constants[3][C::kRows]; // lse * log2(e), delta; see RowConstants
-  int32_t token[3][C::kRows];                // token of the pass with flags, or kNoRow
-  uint16_t reach[3][C::kRows];               // visible keys of the unit, and slot << 8
-  uint8_t head[C::kRows];                    // of a row, from the unit's first
-  uint32_t bad_keys[4];                      // keys whose K row is not finite, one bit each
+  RowRing<C::kRows, float2> rows;                       // see RowConstants
+  uint32_t bad_keys[4]; // keys whose K row is not finite, one bit each
+  int32_t next_ticket;
+};
+
+template <class C>
+struct ProxyShared {
+  alignas(128) uint8_t k[C::kKeys * C::kDim * 2];
+  alignas(128) uint8_t q[C::kStages][C::kRows * C::kDim * 2];
+  alignas(128) uint8_t gradient[C::kRows * C::kKeys * 2]; // dS, [token][key]
+  RowRing<C::kRows, float4> rows;                         // see ProxyConstants
+  float kl[C::kScoreKeyWarps][C::kRows];
+  uint32_t bad_keys[4];
   int32_t next_ticket;
 };
 
@@ -84,40 +115,80 @@ using RowConstants = float2;
 // What a pass works on: tokens [first_token, first_token + tokens) and the items of its segments.
 struct PassRange {
   int32_t first_token = 0, tokens = 0;
+  int32_t first_block = 0;             // dense lists: slot 0 of the pass
   const int32_t* first_item = nullptr; // null: 0
   const int32_t* last_item = nullptr;
 };
 
-template <class T>
-struct MainParams {
+// What the main and the proxy kernel have in common.
+struct WorkParams {
   BlockIndex index;
   PassRange pass;
-  const int64_t* pair_begin; // dense lists: the item's first pair; null: lists of the index
-  int32_t q_heads, kv_heads, proxy_heads, dim;
-  int32_t parts;             // kv heads (or groups of heads) that a proxy head is cut into, at most
+  const int64_t* pair_begin =
+      nullptr;               // dense lists: the item's first pair; null: lists of the index
+  int32_t* ticket = nullptr; // work counter, zero at launch
+  int32_t key_tiles = 1;     // units that a block's keys are cut into
+  int32_t dim = 0;           // as given
+  // Rows of dQ: 1: reductions; otherwise each of this many slots and key tiles has its own place.
+  int32_t slots = 1;
+  // Turns taken per (group of proxy heads, block row) for sums in a fixed order; null: any order.
+  int32_t* turns = nullptr;
+  int32_t turn_group = 1;
+  bool always_accumulate = false; // several passes or units share a block, whatever row_items says
+};
+
+// In both, a null gradient is not wanted. Accumulators are fp32 with padded head dimension and
+// permuted columns (see permuted_column).
+template <class T>
+struct MainParams : WorkParams {
+  int32_t q_heads, kv_heads, proxy_heads;
+  int32_t parts;             // groups of heads that a proxy head is cut into, at most
   int32_t chunks, max_heads; // a kv head's heads of a proxy head come in chunks of max_heads
-  int32_t key_tiles;         // units that a block's keys are cut into
   TensorView<const T> q, k, v, dout;
   const RowConstants* constants; // [tokens of the pass, Hq]
-  int32_t* ticket;               // work counter, zero at launch
   float score_scale;             // softmax_scale * log2(e)
 
-  // Gradients; a null pointer: not wanted. Accumulators are fp32 with padded head dimension and
-  // permuted columns (see permuted_column).
-  float* dq;        // [slots][tokens of the pass][Hq][kDim]
-  int32_t dq_slots; // 1: reductions; otherwise every (slot, key tile) has a place of its own
-  float *dk, *dv;   // [Tk][Hkv][kDim]
+  float* dq;                    // [slots][tokens of the pass][Hq][kDim]
+  float *dk, *dv;               // [Tk][Hkv][kDim]
   TensorView<T> dk_out, dv_out; // where the only unit of a block stores directly
   float dk_scale;               // softmax_scale
-  bool always_accumulate;       // dense lists: row_items does not count them
 
-  __half* teacher;             // [parts][pairs of the pass][B], key pairs permuted; null: not wanted
+  __half* teacher;             // [parts][pairs of the pass][B], keys permuted; null: not wanted
   int64_t teacher_part_stride; // elements
   float teacher_scale;
+};
 
-  // Deterministic accumulation of dK and dV: turns taken per (group of proxy heads, block row).
-  int32_t* turns; // null: any order
-  int32_t turn_group;
+// proxy_lse * log2(e) (NaN: the query is bad), dkl times a common scale, 0 or NaN to add to the
+// teacher.
+using ProxyConstants = float4;
+
+template <class T>
+struct ProxyParams : WorkParams {
+  int32_t proxy_heads, proxy_kv_heads;
+  int32_t parts;
+  TensorView<const T> q, k;
+  const ProxyConstants* constants; // [tokens of the pass, Hp]
+  float score_scale;               // proxy_scale * log2(e)
+
+  const __half* teacher;
+  int64_t teacher_part_stride;
+
+  bool gradients;       // dkl is given
+  float* dq;            // [slots][tokens of the pass][Hp][kDim]
+  float* dk;            // [Tk][Hpk][kDim]
+  TensorView<T> dk_out; // where the only unit of a block stores directly
+  float dk_scale;       // proxy_scale
+  const float* common;  // what dkl was multiplied by; null: 1
+
+  float* kl_partial; // [tokens of the pass][Hp][kl_slots][key_tiles]; null: not wanted
+  int32_t kl_slots;
+};
+
+// How a kernel is launched on this device.
+struct KernelPlan {
+  int32_t blocks = 0; // 0: it needs more shared memory than there is
+  int32_t threads = 0, keys = 0, max_heads = 1;
+  size_t shared_bytes = 0;
 };
 
 } // namespace thresher::cuda::portable::backward

@@ -27,6 +27,12 @@ class LaneAddress {
     const int chunk = kLanes == Lanes::kRowsFirst ? lane >> 4 : (lane >> 3) & 1;
     at_ = tile + T::offset(first_row + row, 2 * first_piece + chunk);
   }
+  // The same place in a tile that lies `bytes` (a multiple of 128) further on.
+  __device__ __forceinline__ LaneAddress operator+(uint32_t bytes) const {
+    LaneAddress moved = *this;
+    moved.at_ += bytes;
+    return moved;
+  }
   // piece: a constant after unrolling; first_piece + piece must not carry out of the swizzle group
   // unless first_piece is a multiple of it.
   __device__ __forceinline__ uint32_t operator()(int piece) const {

@@ -19,21 +19,27 @@ struct RowLayout {
   }
 };
 
-// Describes the rows of the tiles, one row a thread: an entry is fetched three tiles ahead of its
-// use, the facts of its token two tiles, so that nobody waits for memory.
-template <class T, class C>
+// Describes the rows of the tiles, one row a thread (the first kRows threads; the others do
+// nothing): an entry is fetched three tiles ahead of its use, the facts of its token two tiles, so
+// that nobody waits for memory. Constants: [tokens of the pass][heads].
+template <class C, class Constants>
 class RowFeed {
  public:
-  __device__ __forceinline__ RowFeed(const MainParams<T>& p, const Unit& unit,
-                                     const RowLayout<C>& layout, MainShared<C>& shared)
-      : p_(p), unit_(unit), shared_(shared), row_(threadIdx.x) {
+  __device__ __forceinline__ RowFeed(const WorkParams& p, const Unit& unit,
+                                     const RowLayout<C>& layout, const Constants* constants,
+                                     int32_t heads, RowRing<C::kRows, Constants>& rows)
+      : p_(p), unit_(unit), all_constants_(constants), heads_(heads), rows_(rows),
+        row_(threadIdx.x) {
+    if (!active())
+      return;
     const int warp = row_ / C::kScoreRows, within = row_ % C::kScoreRows;
     const int token = within / layout.heads;
-    head_ = within - token * layout.heads;
+    const bool used = token < layout.tokens_per_warp;
+    head_ = used ? within - token * layout.heads : 0;
     step_ = layout.tokens_per_tile;
     // Rows that are left over lie behind every list.
-    next_ = token < layout.tokens_per_warp ? warp * layout.tokens_per_warp + token : unit.count;
-    shared_.head[row_] = static_cast<uint8_t>(token < layout.tokens_per_warp ? head_ : 0);
+    next_ = used ? warp * layout.tokens_per_warp + token : unit.count;
+    rows_.head[row_] = static_cast<uint8_t>(head_);
     fetch_entry();
     fetch_facts();
     fetch_entry();
@@ -41,6 +47,8 @@ class RowFeed {
 
   // Writes down the next tile, in place `ring` of three, and fetches ahead.
   __device__ __forceinline__ void write(int ring) {
+    if (!active())
+      return;
     int32_t word = kNoRow;
     int32_t reach = C::kKeys; // of no row: such a row adds zeros, nothing need be masked
     if (token_ >= 0) {
@@ -51,90 +59,86 @@ class RowFeed {
         word |= kOutputBad;
       reach = max(0, min(unit_.key_count, position_ - unit_.position + 1));
     }
-    shared_.token[ring][row_] = word;
-    shared_.reach[ring][row_] = static_cast<uint16_t>(reach | slot_ << 8);
-    shared_.constants[ring][row_] = constants_;
+    rows_.token[ring][row_] = word;
+    rows_.reach[ring][row_] = static_cast<uint16_t>(reach | slot_ << 8);
+    rows_.constants[ring][row_] = constants_;
     fetch_facts();
     fetch_entry();
   }
 
  private:
+  __device__ __forceinline__ bool active() const {
+    return C::kRows == C::kThreads || row_ < C::kRows;
+  }
   __device__ __forceinline__ void fetch_entry() {
     valid_ = next_ < unit_.count;
-    entry_ = 0;
-    if (valid_)
-      entry_ = unit_.entries ? __ldg(unit_.entries + next_)
-                             : static_cast<Entry>(next_) | static_cast<Entry>(unit_.slot)
-                                                               << kEntryTokenBits;
+    entry_ = static_cast<Entry>(next_);
+    if (valid_ && unit_.entries)
+      entry_ = __ldg(unit_.entries + next_);
     next_ += valid_ ? step_ : 0;
   }
   __device__ __forceinline__ void fetch_facts() {
     token_ = kNoRow;
     slot_ = 0;
-    constants_ = {0.f, 0.f};
+    constants_ = {};
     position_ = 0;
     if (valid_) {
       token_ = unit_.first_token + BlockIndex::entry_offset(entry_);
       slot_ = BlockIndex::entry_slot(entry_);
       position_ = __ldg(p_.index.position + p_.pass.first_token + token_);
-      constants_ = __ldg(p_.constants + static_cast<int64_t>(token_) * p_.q_heads +
-                         unit_.first_head + head_);
+      constants_ =
+          __ldg(all_constants_ + static_cast<int64_t>(token_) * heads_ + unit_.first_head + head_);
     }
   }
 
-  const MainParams<T>& p_;
+  const WorkParams& p_;
   const Unit& unit_;
-  MainShared<C>& shared_;
-  int32_t row_, head_, step_, next_;
-  Entry entry_;
-  bool valid_;
-  int32_t token_, slot_, position_;
-  RowConstants constants_;
+  const Constants* all_constants_;
+  int32_t heads_;
+  RowRing<C::kRows, Constants>& rows_;
+  int32_t row_, head_ = 0, step_ = 0, next_ = 0;
+  Entry entry_ = 0;
+  bool valid_ = false;
+  int32_t token_ = kNoRow, slot_ = 0, position_ = 0;
+  Constants constants_ = {};
 };
 
-// Enqueues the loads of the described tile in place `ring` into `stage`. Rows that are not there,
-// or not finite, become zeros.
-template <class T, class C>
-__device__ __forceinline__ void load_rows(const MainParams<T>& p, const Unit& unit,
-                                          MainShared<C>& shared, int ring, int stage) {
+// Number of a row's slot (a token's number of a block).
+__device__ __forceinline__ int32_t slot_of(const Unit& unit, uint16_t reach) {
+  return unit.entries ? reach >> 8 : unit.slot;
+}
+
+// Enqueues the loads of a tensor's rows of the described tile in place `ring`. Rows that are not
+// there, or have the flag `bad`, become zeros.
+template <class C, class T, class Constants>
+__device__ __forceinline__ void
+load_rows(const WorkParams& p, const Unit& unit, const RowRing<C::kRows, Constants>& rows, int ring,
+          const TensorView<const T>& tensor, int32_t bad, uint8_t* to) {
   constexpr int kChunks = Tile<C::kDim>::kChunks;
   static_assert(C::kRows * kChunks % C::kThreads == 0);
-  const uint32_t q = ptx::shared_address(shared.q[stage]);
-  const uint32_t dout = ptx::shared_address(shared.dout[stage]);
+  const uint32_t base = ptx::shared_address(to);
   const int chunk = threadIdx.x % kChunks;
-  const bool inside = chunk * 8 < p.dim;
 #pragma unroll
   for (int first = 0; first < C::kRows; first += C::kThreads / kChunks) {
     const int row = first + threadIdx.x / kChunks;
-    const int32_t word = shared.token[ring][row];
-    const int32_t token = p.pass.first_token + (word & kTokenMask);
-    const int32_t head = unit.first_head + shared.head[row];
-    const bool real = word >= 0 && inside;
-    const uint32_t place = Tile<C::kDim>::offset(row, chunk);
-    const bool has_q = real && !(word & kQueryBad);
-    ptx::copy_async_16(q + place, has_q ? p.q.at(token, head) + chunk * 8 : p.q.data, has_q);
-    if (p.dout.data) {
-      const bool has_dout = real && !(word & kOutputBad);
-      ptx::copy_async_16(dout + place, has_dout ? p.dout.at(token, head) + chunk * 8 : p.dout.data,
-                         has_dout);
-    }
+    const int32_t word = rows.token[ring][row];
+    const bool valid = word >= 0 && (word & bad) == 0 && chunk * 8 < p.dim;
+    const T* from = tensor.data;
+    if (valid)
+      from = tensor.at(p.pass.first_token + (word & kTokenMask), unit.first_head + rows.head[row]) +
+             chunk * 8;
+    ptx::copy_async_16(base + Tile<C::kDim>::offset(row, chunk), from, valid);
   }
 }
 
-// Enqueues the loads of the unit's keys and values.
-template <class T, class C>
-__device__ __forceinline__ void load_keys(const MainParams<T>& p, const Unit& unit,
-                                          MainShared<C>& shared) {
-  const auto row_of = [&](const TensorView<const T>& tensor) {
-    return [&](int row) -> const T* {
-      return row < unit.key_count ? tensor.at(unit.key_begin + row, unit.kv_head) : nullptr;
-    };
-  };
-  load_rows_async<C::kDim, C::kKeys, C::kThreads>(ptx::shared_address(shared.k), threadIdx.x, p.dim,
-                                                  p.k.data, row_of(p.k));
-  if (p.dout.data)
-    load_rows_async<C::kDim, C::kKeys, C::kThreads>(ptx::shared_address(shared.v), threadIdx.x,
-                                                    p.dim, p.v.data, row_of(p.v));
+// Enqueues the loads of the unit's rows of K or V.
+template <class C, class T>
+__device__ __forceinline__ void load_keys(const WorkParams& p, const Unit& unit,
+                                          const TensorView<const T>& tensor, uint8_t* to) {
+  load_rows_async<C::kDim, C::kKeys, C::kThreads>(
+      ptx::shared_address(to), threadIdx.x, p.dim, tensor.data, [&](int row) -> const T* {
+        return row < unit.key_count ? tensor.at(unit.key_begin + row, unit.key_head) : nullptr;
+      });
 }
 
 // Whether one of two packed 16-bit floats is infinite or NaN.

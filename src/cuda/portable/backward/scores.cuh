@@ -30,8 +30,8 @@ class ScorePiece {
   __device__ __forceinline__ bool needs_care(int ring) const {
     bool care = false;
     if (lane_ < C::kScoreRows) {
-      const int32_t word = shared_.token[ring][first_row_ + lane_];
-      care = (shared_.reach[ring][first_row_ + lane_] & 255) < C::kKeys ||
+      const int32_t word = shared_.rows.token[ring][first_row_ + lane_];
+      care = (shared_.rows.reach[ring][first_row_ + lane_] & 255) < C::kKeys ||
              (word >= 0 && (word & (kQueryBad | kOutputBad)) != 0);
     }
     return __any_sync(0xffffffffu, care);
@@ -96,11 +96,13 @@ class ScorePiece {
   // Sums p over the heads of each token and stores the sums, scaled, as fp16. The sum is a product
   // with a 0/1 matrix (tokens x rows), for which p in the mma layout of S^T already is operand B.
   //   selection   this lane's share of that matrix, see selection_bits
-  //   to          where the keys of this lane start for the tile's first pair; pairs are B apart
+  //   pairs       (token, block) pairs from the tile's first to the end of the list
+  //   to          the unit's first key of the tile's first pair; pairs are B apart
+  //   room        keys of the block from there on (a multiple of 32; the unit may reach beyond)
   template <bool kCareful>
   __device__ __forceinline__ void store_teacher(uint32_t selection, int tokens_per_warp, int pairs,
-                                                float scale, int block_size,
-                                                __half* to) const {
+                                                float scale, __half* to, int block_size,
+                                                int room) const {
     constexpr float kPackScale = 16384.f; // P <= 1 fits fp16, P >= 2^-38 does not vanish
     const auto value = [&](int m, int n, int i) {
       const float x = p[m][n][i];
@@ -126,10 +128,10 @@ class ScorePiece {
         for (int half = 0; half < 2; ++half) {
           if (j == 0 || apart)
             sum[m][half][0] = sum[m][half][1] = sum[m][half][2] = sum[m][half][3] = 0.f;
-          ptx::mma<fp16>(sum[m][half], a,
-                         ptx::pack<fp16>(value(m, 2 * j, 2 * half), value(m, 2 * j, 2 * half + 1)),
-                         ptx::pack<fp16>(value(m, 2 * j + 1, 2 * half),
-                                         value(m, 2 * j + 1, 2 * half + 1)));
+          ptx::mma<fp16>(
+              sum[m][half], a,
+              ptx::pack<fp16>(value(m, 2 * j, 2 * half), value(m, 2 * j, 2 * half + 1)),
+              ptx::pack<fp16>(value(m, 2 * j + 1, 2 * half), value(m, 2 * j + 1, 2 * half + 1)));
         }
       if (!apart && j + 1 < kN / 2)
         continue;
@@ -141,10 +143,11 @@ class ScorePiece {
           __half* row = to + static_cast<int64_t>(pair) * block_size + first_key_ + 4 * (lane_ % 4);
 #pragma unroll
           for (int m = 0; m < kM; ++m) {
-            const uint2 packed = {ptx::pack<fp16>(sum[m][0][2 * upper] * scale,
-                                                  sum[m][0][2 * upper + 1] * scale),
-                                  ptx::pack<fp16>(sum[m][1][2 * upper] * scale,
-                                                  sum[m][1][2 * upper + 1] * scale)};
+            if (first_key_ + 16 * m >= room)
+              break;
+            const uint2 packed = {
+                ptx::pack<fp16>(sum[m][0][2 * upper] * scale, sum[m][0][2 * upper + 1] * scale),
+                ptx::pack<fp16>(sum[m][1][2 * upper] * scale, sum[m][1][2 * upper + 1] * scale)};
             *reinterpret_cast<uint2*>(row + 16 * m) = packed;
           }
         }
@@ -157,11 +160,11 @@ class ScorePiece {
   // lse and delta of rows 2 q and 2 q + 1 of the n-th eight.
   __device__ __forceinline__ float4 row_constants(int ring, int n) const {
     return *reinterpret_cast<const float4*>(
-        &shared_.constants[ring][first_row_ + n * 8 + 2 * (lane_ % 4)]);
+        &shared_.rows.constants[ring][first_row_ + n * 8 + 2 * (lane_ % 4)]);
   }
   __device__ __forceinline__ uint32_t row_reach(int ring, int n) const {
     return *reinterpret_cast<const uint32_t*>(
-        &shared_.reach[ring][first_row_ + n * 8 + 2 * (lane_ % 4)]);
+        &shared_.rows.reach[ring][first_row_ + n * 8 + 2 * (lane_ % 4)]);
   }
   __device__ __forceinline__ void store(uint8_t* tile, int m, int n, int half, uint32_t pair) {
     *reinterpret_cast<uint32_t*>(tile + (place_ ^ (n << 4)) +
@@ -173,7 +176,8 @@ class ScorePiece {
   uint32_t place_;
 };
 
-// This lane's share of the 0/1 matrix (16 tokens x 16 rows) of each 16 rows of a warp: bit 8 j + 2 i
+// This lane's share of the 0/1 matrix (16 tokens x 16 rows) of each 16 rows of a warp: bit 8 j + 2
+// i
 // + e says whether register i, half e of operand A is 1.
 template <class C>
 __device__ __forceinline__ uint32_t selection_bits(int heads, int lane) {

@@ -40,43 +40,38 @@ THRESHER_HOST_DEVICE ProxyRange proxies_of(int32_t q_heads, int32_t owners, int3
 }
 
 struct Unit {
-  int32_t proxy_head, part, kv_head, first_head, heads;
+  int32_t proxy_head, part;     // part: group of heads
+  int32_t key_head;             // kv head, or proxy key head
+  int32_t first_head, heads;    // query heads that stream past; heads 0: nothing to do
   int32_t key_begin, key_count; // key rows of the unit; key_count may be 0
   int32_t position;             // of its first key in the document
-  int32_t key_offset;           // of its first key in the block
+  int32_t key_tile, key_offset; // which part of the block, its first key in the block
   int32_t row;                  // block row
   int32_t count;                // tokens that stream past
   const Entry* entries;         // null: consecutive tokens
-  int32_t first_token;          // of the pass: that entries count from, or the first of all
+  int32_t first_token;          // of the pass: what entries count from, or the first of all
   int32_t slot;                 // dense lists: slot of all tokens
-  int32_t key_tile;
-  int32_t turn;        // deterministic: number of units that add to dK, dV before
-  int32_t turn_counter;
-  bool only_owner;     // nobody else adds to dK, dV
-  int64_t first_pair;  // of the pass
+  int64_t first_pair;           // of the pass
+  int32_t turn, turn_counter;   // units that add to dK, dV before
+  bool only_owner;              // nobody else adds to dK, dV
 };
 
-// False: no work left.
-template <class T, class C>
-__device__ __forceinline__ bool take_unit(const MainParams<T>& p, int32_t ticket, Unit& unit) {
+// Reads what unit `ticket` works on; false: no work left. kProxy: for the proxy's gradients.
+template <int kKeys, bool kProxy>
+__device__ __forceinline__ bool take_unit(const WorkParams& p, int32_t ticket, int32_t parts,
+                                          Unit& unit) {
   const BlockIndex& index = p.index;
-  const int32_t first = p.pass.first_item ? __ldg(p.pass.first_item) : 0;
-  const int32_t units = p.parts * p.key_tiles;
-  const int32_t number = first + ticket / units, within = ticket % units;
+  const int32_t units = parts * p.key_tiles, within = ticket % units;
+  const int32_t number = (p.pass.first_item ? __ldg(p.pass.first_item) : 0) + ticket / units;
   if (number >= __ldg(p.pass.last_item))
     return false;
   const WorkItem item = index.items[number];
+  unit.proxy_head = item.proxy_head;
   unit.part = within / p.key_tiles;
   unit.key_tile = within - unit.part * p.key_tiles;
-  const HeadRange heads = head_range(p.q_heads, p.kv_heads, p.proxy_heads, p.chunks, p.max_heads,
-                                     item.proxy_head, unit.part);
-  unit.proxy_head = item.proxy_head;
-  unit.kv_head = heads.kv_head;
-  unit.first_head = heads.first;
-  unit.heads = heads.count;
-  unit.key_offset = unit.key_tile * C::kKeys;
+  unit.key_offset = unit.key_tile * kKeys;
   unit.key_begin = item.key_begin + unit.key_offset;
-  unit.key_count = max(0, min(C::kKeys, item.key_count - unit.key_offset));
+  unit.key_count = max(0, min(kKeys, item.key_count - unit.key_offset));
   unit.position = item.block_begin + unit.key_offset;
   unit.row = item.row;
   unit.count = item.entry_count;
@@ -85,30 +80,34 @@ __device__ __forceinline__ bool take_unit(const MainParams<T>& p, int32_t ticket
     unit.entries = nullptr;
     unit.first_token += static_cast<int32_t>(item.entry_begin);
     unit.first_pair = p.pair_begin[number];
-    unit.slot = item.block_begin / index.block_size % p.dq_slots;
+    unit.slot = item.block_begin / index.block_size - p.pass.first_block;
   } else {
     unit.entries = index.item_entries(item);
     unit.slot = 0;
     // Segments of the pass lie one after the other.
     const int64_t segment =
         static_cast<int64_t>(item.window - p.pass.first_token / index.window_tokens) *
-            p.proxy_heads +
+            index.proxy_heads +
         item.proxy_head;
     unit.first_pair = segment * index.window_tokens * index.top_k + item.entry_begin;
   }
-  const int32_t group = item.proxy_head / p.turn_group;
-  unit.turn_counter = group * index.rows + item.row;
-  unit.turn = 0;
-  if (p.turns)
-    unit.turn = (index.order ? index.order[number].x : item.proxy_head - group * p.turn_group) *
-                    units +
-                within;
-  unit.only_owner = false;
-  if (!p.always_accumulate && p.chunks == 1) {
-    const ProxyRange range = proxies_of(p.q_heads, p.kv_heads, p.proxy_heads, heads.kv_head);
-    unit.only_owner = index.items_of(item.row, range.first, range.count) == 1;
+  unit.turn = unit.turn_counter = 0;
+  if (p.turns) {
+    const int32_t group = item.proxy_head / p.turn_group;
+    unit.turn_counter = group * index.rows + item.row;
+    // Dense lists name a block once a head.
+    const int32_t rank = p.pair_begin ? item.proxy_head - group * p.turn_group
+                         : kProxy     ? index.order[number].y
+                                      : index.order[number].x;
+    unit.turn = rank * units + within;
   }
   return true;
+}
+
+// Whether the items of proxy heads [first, first + count) are one.
+__device__ __forceinline__ bool is_only_owner(const WorkParams& p, int32_t row, int32_t first,
+                                              int32_t count) {
+  return !p.always_accumulate && p.index.items_of(row, first, count) == 1;
 }
 
 // Waits until all earlier units of the row have added theirs. Units are taken in list order, so
