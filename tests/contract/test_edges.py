@@ -190,7 +190,7 @@ def readers(outcome, case, token, warmup):
     t = torch.arange(case.tokens, device=case.device)
     seen = (t >= token).expand(case.heads[2], -1)
     if warmup:
-        return seen
+        return seen.clone()
     block = token // case.problem.block_size
     return seen & (outcome.block_indices == block).any(2)
 

@@ -165,3 +165,61 @@ def test_ties_and_nan_of_the_exact_selection():
     k[0:6] = float("nan")
     k[6:8] = -1.0
     assert reference64.best_blocks(p, q, k)[0, 9].tolist() == [0, 3, 4]  # a number beats NaN
+
+
+# --- rounding.py --------------------------------------------------------------------------------
+NAMES = ("out", "lse", "kl", "q", "k", "v", "q_proxy", "k_proxy")
+
+
+def results_and_deviations(p, x, dtype):
+    """Exact results, those of thresher.reference in `dtype`, and the predicted deviations."""
+    import thresher.reference
+
+    cu_seqlens = torch.tensor([0, 70, 150], dtype=torch.int32)
+    g = torch.Generator().manual_seed(2)
+    dout = torch.randn(x.q.shape, generator=g, dtype=torch.float32)
+    dkl = torch.randn(x.q_proxy.shape[:2], generator=g, dtype=torch.float32)
+    leaves = [t.to(dtype).requires_grad_() for t in x]
+    r = thresher.reference.msa_warmup_attention(*leaves, cu_seqlens=cu_seqlens)
+    torch.autograd.backward([r.out, r.kl], [dout.to(dtype), dkl.to(dtype)])
+    found = [r.out.detach(), r.lse, r.kl.detach(), *(t.grad for t in leaves)]
+    rows = reference64.forward(p, x)
+    gradients = reference64.backward(p, x, None, dout, dkl)
+    unit = torch.finfo(dtype).eps / 2 / 3**0.5
+    deviations = reference64.rounding(
+        p, x, None, dout, dkl, rows, gradients, accumulate=unit, store=unit
+    )
+    exact = {**rows._asdict(), **gradients._asdict()}
+    deviations = {**deviations[0]._asdict(), **deviations[1]._asdict()}
+    return exact, dict(zip(NAMES, found)), deviations
+
+
+def random_problem():
+    g = torch.Generator().manual_seed(0)
+    hq, hkv, hp, hpk = HEADS
+    sizes = ((150, hq, 24), (150, hkv, 24), (150, hkv, 24), (150, hp, 16), (150, hpk, 16))
+    x = Inputs(*(torch.randn(s, generator=g, dtype=torch.float32) for s in sizes))
+    return reference64.packed([0, 70, 150]), x
+
+
+def test_predicted_rounding_error_is_what_fp32_really_does():
+    """Within a factor of 3 in the norm of every tensor, and 10 deviations in every row."""
+    exact, found, deviations = results_and_deviations(*random_problem(), torch.float32)
+    for name in NAMES:
+        error = found[name].double() - exact[name]
+        ratio = error.norm() / deviations[name].norm()
+        assert 1 / 3 < ratio < 3, f"{name}: {ratio:.2f}"
+        if error.dim() == 3:
+            error, deviation = error.norm(dim=-1), deviations[name].norm(dim=-1)
+            assert (error <= 10 * deviation).all(), name
+
+
+def test_predicted_rounding_error_covers_sums_that_cancel():
+    """All logits equal: dq is exactly 0, and what fp32 leaves of it is the predicted error."""
+    p, x = random_problem()
+    x = x._replace(q=torch.ones_like(x.q), k=torch.ones_like(x.k))
+    exact, found, deviations = results_and_deviations(p, x, torch.float32)
+    assert exact["q"].abs().max() < 1e-14
+    error = found["q"].norm(dim=-1).double()
+    assert error.max() > 0
+    assert (error <= 6 * deviations["q"].norm(dim=-1)).all()

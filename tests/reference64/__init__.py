@@ -7,10 +7,12 @@ file an idea:
     geometry.py   fragments, visibility, which keys a token attends to
     selection.py  block scores, the exact selection, and the check of a selection with rounding
     attention.py  forward, KL rows, the five gradients by their explicit formulas
+    rounding.py   how far rounding alone moves each of these results
 """
 
 from .attention import Gradients, Inputs, Rows, backward, forward
 from .geometry import Fragment, Problem, attended_keys, batched, packed, read_keys
+from .rounding import rounding
 from .selection import best_blocks, block_scores, selection_faults
 
 __all__ = [
@@ -27,5 +29,6 @@ __all__ = [
     "forward",
     "packed",
     "read_keys",
+    "rounding",
     "selection_faults",
 ]
