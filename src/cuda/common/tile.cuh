@@ -60,6 +60,38 @@ class TileLane {
   uint32_t at_[kVariants];
 };
 
+// The same addresses from one register: within a swizzle group, k only flips address bits. For
+// kernels that are short of registers. Tiles of whole groups only.
+template <int kDim>
+class PieceLane {
+  static constexpr int kVariants = Tile<kDim>::kGroup / 2;
+
+ public:
+  __device__ __forceinline__ PieceLane(uint32_t tile, int lane_row, int lane_chunk)
+      : at_(tile + Tile<kDim>::offset(lane_row, lane_chunk)) {}
+  __device__ static __forceinline__ PieceLane a(uint32_t tile, int lane) {
+    return {tile, lane & 15, lane >> 4};
+  }
+  __device__ static __forceinline__ PieceLane bt(uint32_t tile, int lane) {
+    return {tile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1};
+  }
+  __device__ static __forceinline__ PieceLane b(uint32_t tile, int lane) { return a(tile, lane); }
+
+  // The same place in a tile that lies `bytes` (a multiple of 128) further on.
+  __device__ __forceinline__ PieceLane operator+(uint32_t bytes) const {
+    PieceLane moved = *this;
+    moved.at_ += bytes;
+    return moved;
+  }
+
+  __device__ __forceinline__ uint32_t operator()(int k) const {
+    return (at_ ^ (k % kVariants << 5)) + (k / kVariants) * (Tile<kDim>::kGroup * 16);
+  }
+
+ private:
+  uint32_t at_;
+};
+
 // Enqueues cp.async of kRows rows by kThreads threads. source(row) gives the row's address or null
 // (the row becomes zeros); columns from `dim` on become zeros too. dim is a multiple of 8.
 template <int kDim, int kRows, int kThreads, class T, class Source>

@@ -1,0 +1,9 @@
+#include "cuda/portable/forward/partial.cuh"
+
+namespace thresher::cuda::portable::forward {
+template struct PartialKernel<fp16, 64, 64, true>;
+template struct PartialKernel<fp16, 64, 128, true>;
+template struct PartialKernel<fp16, 128, 64, true>;
+template struct PartialKernel<fp16, 128, 128, true>;
+template struct PartialKernel<fp16, 256, 64, true>;
+} // namespace thresher::cuda::portable::forward

@@ -1,0 +1,7 @@
+#include "cuda/portable/forward/partial.cuh"
+
+namespace thresher::cuda::portable::forward {
+template struct PartialKernel<bf16, 64, 128, false>;
+template struct PartialKernel<bf16, 128, 128, false>;
+template struct PartialKernel<bf16, 256, 64, false>;
+} // namespace thresher::cuda::portable::forward
