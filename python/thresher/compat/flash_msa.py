@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _check
 from ..interface import MsaResult, msa_attention, msa_warmup_attention
 
 BLOCK_SIZE = 128
@@ -70,14 +71,12 @@ flash_msa_func_warmup = flash_msa_warmup_func
 
 
 def _call(function, inputs, scale, cu_seqlens, kl_metric, **options):
+    _check_arguments(dict(zip(("Q", "K", "V", "Q_proxy", "K_proxy"), inputs)), scale, kl_metric)
     options.update(softmax_scale=scale, proxy_scale=scale)
     if cu_seqlens is None:
         r: MsaResult = function(*inputs, layout="bhsd", **options)
         out = r.out.transpose(1, 2).flatten(2)
     else:
-        for name, x in zip(("Q", "K", "V", "Q_proxy", "K_proxy"), inputs):
-            if not isinstance(x, Tensor) or x.dim() != 4:
-                raise ValueError(f"{name}: a tensor [B, heads, S, dim] is needed")
         batch, _, tokens, _ = inputs[0].shape
         packed = (x.transpose(1, 2).flatten(0, 1) for x in inputs)
         r = function(*packed, cu_seqlens=cu_seqlens, **options)
@@ -86,3 +85,27 @@ def _call(function, inputs, scale, cu_seqlens, kl_metric, **options):
         with torch.no_grad():
             kl_metric.copy_(r.kl_loss.detach())
     return out, r.kl_loss
+
+
+def _check_arguments(inputs, scale, kl_metric) -> None:
+    """What msa_attention would refuse under other names than the caller used."""
+    for name, x in inputs.items():
+        if _check.tensor(name, x).dim() != 4:
+            raise ValueError(
+                f"{name}: rank {x.dim()} (shape {tuple(x.shape)}) is not supported: "
+                "[B, heads, S, dim] is"
+            )
+    _check.token_tensors(inputs, "bhsd")
+    _check.scale("scale", scale, 1)
+    if kl_metric is not None:
+        _check.tensor("kl_metric", kl_metric)
+        if kl_metric.numel() != 1 or not kl_metric.is_floating_point() or kl_metric.requires_grad:
+            raise ValueError(
+                f"kl_metric: {kl_metric.dtype} of shape {tuple(kl_metric.shape)}, requires_grad "
+                f"{kl_metric.requires_grad}, but one floating-point number without a gradient is "
+                "needed"
+            )
+        if kl_metric.device != inputs["Q"].device:
+            raise TypeError(
+                f"kl_metric: device {kl_metric.device}, but Q is on {inputs['Q'].device}"
+            )
