@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from . import _check
 from .interface import msa_attention, msa_warmup_attention
 
 MODES = ("warmup", "sparse", "dense")
@@ -174,6 +175,14 @@ class MsaAttention(nn.Module):
 
     def project(self, x: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, ...]:
         """q, k, v, q_proxy, k_proxy of x [T, hidden] or [B, S, hidden], ready for attention."""
+        if not isinstance(x, Tensor) or x.dim() not in (2, 3):
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"x: {got} is not supported: [T, hidden] and [B, S, hidden] are")
+        if x.shape[-1] != self.q_proj.in_features:
+            raise ValueError(
+                f"x: width {x.shape[-1]}, but the layer's hidden_size is {self.q_proj.in_features}"
+            )
+        cu_seqlens = _check.cu_seqlens(cu_seqlens, x[..., None])
         positions = document_positions(x.shape[-2], cu_seqlens, x.device)
 
         def heads(y, dim, norm=None, turn=True):

@@ -30,6 +30,14 @@ def _rows(x: Tensor, heads: int) -> Tensor:
     return x.new_empty((*x.shape[:-2], heads), dtype=accumulation_dtype(x))
 
 
+def _like(x: Tensor) -> Tensor:
+    """An empty tensor in the memory order of x, so that layouts go through without a copy; the
+    kernels write rows, so the last dimension is contiguous even if that of x is not."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.empty_like(x)
+
+
 def _tokens(x: Tensor) -> int:
     return x.shape[:-2].numel()
 
@@ -194,9 +202,9 @@ def _attend_results(q, q_proxy, kl):
     lse = _rows(q, q.shape[-2])
     if kl == KL_NONE:
         none = q.new_empty(0, dtype=accumulation_dtype(q))
-        return torch.empty_like(q), lse, none, none.clone()
+        return _like(q), lse, none, none.clone()
     proxy_heads = q_proxy.shape[-2]
-    return torch.empty_like(q), lse, _rows(q, proxy_heads), _rows(q, proxy_heads)
+    return _like(q), lse, _rows(q, proxy_heads), _rows(q, proxy_heads)
 
 
 @attend.register_fake
@@ -257,7 +265,7 @@ def attend_backward(
 
 def _backward_results(q, k, v, q_proxy, k_proxy, needs):
     inputs = (q, k, v, q_proxy, k_proxy)
-    results = [torch.empty_like(x) for x, need in zip(inputs, needs) if need]
+    results = [_like(x) for x, need in zip(inputs, needs) if need]
     if needs[5]:
         results.append(_rows(q, q_proxy.shape[-2]))
     return results

@@ -105,6 +105,11 @@ def row_not_sixteen_bytes(t):
     return wide[..., :-1]
 
 
+def dim_outermost(t):
+    """Dense, but the last dimension has the largest stride: no result can lie in memory like it."""
+    return t.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+
+
 def expanded(t):
     """One token's row for all: stride 0."""
     return t[:1].expand_as(t)
@@ -117,6 +122,7 @@ VIEWS = [
     two_bytes_off,
     last_dimension_strided,
     row_not_sixteen_bytes,
+    dim_outermost,
 ]
 
 

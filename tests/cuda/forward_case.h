@@ -326,8 +326,8 @@ class Judge {
   double* reference(int64_t row) { return reference_.data() + row * width_; }
   double* plain(int64_t row) { return plain_.data() + row * width_; }
 
-  // unit: what one rounding of the result may add. Rows whose reference is not finite are free,
-  // except that -inf must be met.
+  // unit: what one rounding of the result may add. Rows whose reference is not finite must
+  // not be finite either; -inf must be met.
   void expect_close(double unit) const {
     const int64_t rows = static_cast<int64_t>(got_.size()) / width_;
     std::vector<double> norm(rows), error(rows), plain_error(rows), sizes;
@@ -337,9 +337,12 @@ class Judge {
       if (infinite) {
         ASSERT_EQ(got_[row], -INFINITY) << what_ << " row " << row;
       }
-      bool finite = true;
-      for (int64_t i = row * width_; i < (row + 1) * width_; ++i)
+      bool finite = true, got_finite = true;
+      for (int64_t i = row * width_; i < (row + 1) * width_; ++i) {
         finite &= std::isfinite(reference_[i]);
+        got_finite &= std::isfinite(got_[i]);
+      }
+      ASSERT_TRUE(finite || !got_finite) << what_ << " row " << row << " must not be finite";
       for (int64_t i = row * width_; finite && i < (row + 1) * width_; ++i) {
         ASSERT_TRUE(std::isfinite(got_[i])) << what_ << " row " << row << " column " << i % width_;
         norm[row] += reference_[i] * reference_[i];

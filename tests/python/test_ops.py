@@ -57,6 +57,10 @@ FORMS = {
         {n: heads_first(t).transpose(1, 2) for n, t in tensors(2, 20).items()},
         None,
     ),
+    "last dimension outermost": lambda: (
+        {n: t.permute(2, 0, 1).contiguous().permute(1, 2, 0) for n, t in tensors(30).items()},
+        documents(11, 0, 19),
+    ),
     "bf16": lambda: (tensors(30, dtype=torch.bfloat16), documents(11, 0, 19)),
     "fp64": lambda: (tensors(30, dtype=torch.float64), documents(11, 0, 19)),
 }
