@@ -18,6 +18,8 @@ SIZES = {
     "block-size": 16, "top-k-blocks": 2, "context": 128, "row": 256, "held-out": 2,
     "evaluations": 2,
 }  # fmt: skip
+# One thread: a model this small only waits in barriers with more.
+ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 PLOTS = ("loss", "kl", "recall", "choices", "times")
 
 
@@ -30,7 +32,7 @@ def arguments(out, data, steps, *more):
 
 
 def train(*args):
-    return subprocess.run(arguments(*args), capture_output=True, text=True)
+    return subprocess.run(arguments(*args), capture_output=True, text=True, env=ENVIRONMENT)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_like_one_that_was_not(tmp_path, 
     steps = 400
     process = subprocess.Popen(
         arguments(tmp_path, data, steps), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env=ENVIRONMENT,
     )  # fmt: skip
     assert "files held out" in process.stdout.readline()
     time.sleep(1.5)  # it trains by now, and needs a few seconds more
