@@ -56,12 +56,13 @@ struct Shared {
   alignas(16) ItemSlot items[Config::kBlocks];
   alignas(8) uint64_t block_full[Config::kBlocks], block_empty[Config::kBlocks];
   uint64_t rows_full[Config::kStages], rows_empty[Config::kStages];
+  int32_t ticket[Config::kBlocks];
   int32_t masked[Config::kStages]; // the tile has a key that some row must not see
 };
 static_assert(sizeof(Shared) <= 232448, "shared memory of sm_90: 227 KB a CTA");
 
 // Named barriers (0 is __syncthreads).
-enum NamedBarrier { kScoresWritten = 1, kTailCleared = 2 };
+enum NamedBarrier { kScoresWritten = 1, kTailCleared, kTicket };
 
 struct Params {
   BlockIndex index;

@@ -1,5 +1,6 @@
-// One CTA a multiprocessor: warpgroups 0 and 1 consume, warpgroup 2 produces (one warp of it
-// works). Roles, barriers and the shared-memory map: docs/kernels/backward.md.
+// One CTA a multiprocessor: warpgroups 0 and 1 consume, warpgroup 2 produces (one warp of it,
+// or all). Roles, barriers and the shared-memory map:
+// docs/kernels/backward.md.
 #pragma once
 
 #include "cuda/sm90/backward/mainloop.cuh"
@@ -21,7 +22,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       barrier_init(s.block_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < Config::kStages; ++i) {
-      barrier_init(s.rows_full[i], 1 + 32); // bulk copies, and each lane's cp.async
+      barrier_init(s.rows_full[i], 1 + 32); // bulk copies, and cp.async of a warp's lanes
       barrier_init(s.rows_empty[i], kConsumerWarps);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (__shfl_sync(~0u, threadIdx.x >> 7, 0) == Config::kConsumers) {
     give_registers<Config::kProducerRegisters>();
-    if (__shfl_sync(~0u, threadIdx.x >> 5, 0) == 4 * Config::kConsumers)
+    if (__shfl_sync(~0u, threadIdx.x >> 5, 0) < 4 * Config::kConsumers + kProducerWarps<kHeads>)
       produce<kHeads>(s, params, {&q, &dout, &k, &v});
   } else {
     take_registers<Config::kConsumerRegisters>();

@@ -37,8 +37,7 @@ Plan make_plan(const BackwardParams& params, const Shapes& s, WorkspaceCarver& w
   Plan plan;
   plan.proxy = params.dkl || params.kl;
   plan.parts = std::max(1, s.kv_heads / s.proxy_heads);
-  IndexOptions options;
-  options.window_tokens = suggested_window(s);
+  const IndexOptions options = index_options(s, Config::kRows);
   plan.index = carve_index(params.problem, s, options, workspace);
   const int64_t window = plan.index.window_tokens;
 
@@ -174,11 +173,11 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
       proxy.kl_partial = plan.kl_partial;
       proxy.scale = static_cast<float>(params.problem.proxy_scale);
       with_dim<64, 128>(s.proxy_dim, [&]<int kDim>() {
-        launch("sm90 backward proxy", proxy_backward_kernel<T, kDim>, sms * 2, 256,
-               sizeof(ProxyShared<T, kDim>), stream, proxy);
+        launch("sm90 backward proxy", proxy_backward_kernel<T, kDim>, sms, 256,
+               sizeof(typename ProxyBackwardStream<T, kDim>::Shared), stream, proxy);
       });
       if (plan.dq_proxy)
-        launch("sm90 backward convert dq_proxy", convert_proxy_kernel<T>, wide, 256, 0, stream,
+        launch("sm90 backward convert dq_proxy", convert_rows_kernel<T>, wide, 256, 0, stream,
                plan.dq_proxy, tensor_view<T>(params.dq_proxy), first_token, tokens, s.proxy_heads,
                s.proxy_dim, proxy.scale);
       if (plan.kl_partial)
@@ -190,14 +189,14 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
 
   const int32_t keys = static_cast<int32_t>(s.keys);
   if (params.dk)
-    launch("sm90 backward convert dk", convert_block_kernel<T>, wide, 256, 0, stream, plan.dk,
-           tensor_view<T>(params.dk), keys, s.kv_heads,
+    launch("sm90 backward convert dk", convert_rows_kernel<T>, wide, 256, 0, stream, plan.dk,
+           tensor_view<T>(params.dk), 0, keys, s.kv_heads, Config::kDim,
            static_cast<float>(params.problem.softmax_scale));
   if (params.dv)
-    launch("sm90 backward convert dv", convert_block_kernel<T>, wide, 256, 0, stream, plan.dv,
-           tensor_view<T>(params.dv), keys, s.kv_heads, 1.f);
+    launch("sm90 backward convert dv", convert_rows_kernel<T>, wide, 256, 0, stream, plan.dv,
+           tensor_view<T>(params.dv), 0, keys, s.kv_heads, Config::kDim, 1.f);
   if (plan.dk_proxy)
-    launch("sm90 backward convert dk_proxy", convert_proxy_kernel<T>, wide, 256, 0, stream,
+    launch("sm90 backward convert dk_proxy", convert_rows_kernel<T>, wide, 256, 0, stream,
            plan.dk_proxy, tensor_view<T>(params.dk_proxy), 0, keys, s.proxy_kv_heads, s.proxy_dim,
            static_cast<float>(params.problem.proxy_scale));
 }

@@ -117,35 +117,21 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// dK or dV: fp32, permuted -> T, natural. Every key row is written.
+// Rows of dK, dV or a proxy gradient: fp32, permuted -> T, natural. Every row is written.
 template <class T>
 __global__ void __launch_bounds__(256)
-    convert_block_kernel(const float* from, TensorView<T> to, int32_t keys, int32_t heads,
-                         float scale) {
-  const int64_t chunks = static_cast<int64_t>(keys) * heads * 32;
+    convert_rows_kernel(const float* from, TensorView<T> to, int32_t first_row, int32_t rows,
+                        int32_t heads, int32_t dim, float scale) {
+  const int chunks_of_row = dim / 4;
+  const int64_t chunks = static_cast<int64_t>(rows) * heads * chunks_of_row;
   for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < chunks; i += gridDim.x * 256ll) {
-    const int64_t row = i / 32;
-    const int chunk = i % 32;
+    const int64_t row = i / chunks_of_row;
+    const int chunk = static_cast<int>(i - row * chunks_of_row);
     const float4 x = __ldcs(reinterpret_cast<const float4*>(from) + i);
-    T* out = to.at(static_cast<int>(row / heads), static_cast<int>(row % heads)) +
+    T* out = to.at(first_row + static_cast<int>(row / heads), static_cast<int>(row % heads)) +
              (chunk >> 2) * 16 + (chunk & 3) * 2;
     *reinterpret_cast<uint32_t*>(out) = ptx::pack<T>(x.x * scale, x.y * scale);
     *reinterpret_cast<uint32_t*>(out + 8) = ptx::pack<T>(x.z * scale, x.w * scale);
-  }
-}
-
-// Proxy gradients: fp32, natural -> T.
-template <class T>
-__global__ void __launch_bounds__(256)
-    convert_proxy_kernel(const float* from, TensorView<T> to, int32_t first_row, int32_t rows,
-                         int32_t heads, int32_t dim, float scale) {
-  const int64_t pairs = static_cast<int64_t>(rows) * heads * dim / 2;
-  for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < pairs; i += gridDim.x * 256ll) {
-    const int64_t row = i / (dim / 2);
-    const float2 x = __ldcs(reinterpret_cast<const float2*>(from) + i);
-    T* out = to.at(first_row + static_cast<int>(row / heads), static_cast<int>(row % heads)) +
-             i % (dim / 2) * 2;
-    *reinterpret_cast<uint32_t*>(out) = ptx::pack<T>(x.x * scale, x.y * scale);
   }
 }
 

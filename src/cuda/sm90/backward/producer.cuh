@@ -1,5 +1,6 @@
-// The producer warp: takes work items, loads a block's K and V once per item, then streams the rows
-// of the tokens that chose it.
+// The producer: takes work items, loads a block's K and V once per item, then streams the rows of
+// the tokens that chose it. One warp, or four that share the rows' copies, of which the first does
+// everything else.
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -12,11 +13,11 @@ namespace thresher::cuda::sm90::backward {
 struct Maps {
   const CUtensorMap *q, *dout, *k, *v;
 };
-
+// What the consumers need to know of the tile's rows. `token`, `last_key`: of the tile's token
+// number lane (lanes from kTokens on: anything).
 template <int kHeads>
-__device__ __forceinline__ void send_tile(Shared& s, const Params& p, const Maps& maps, int stage,
-                                          int token, int last_key, int first_head) {
-  // `token`, `last_key`: of the tile's token number lane (lanes from kTokens on: anything).
+__device__ __forceinline__ void describe_tile(Shared& s, const Params& p, int stage, int token,
+                                              int last_key, int first_head) {
   constexpr int kTokens = Config::kRows / kHeads;
   const int lane = threadIdx.x & 31;
   RowConstants& c = s.constants[stage];
@@ -42,24 +43,28 @@ __device__ __forceinline__ void send_tile(Shared& s, const Params& p, const Maps
   ptx::copy_async_16(shared_u32(target), source, row_token >= 0);
   if (lane < 16)
     ptx::copy_async_4(shared_u32(c.exponent + row), p.exponent + from, row_token >= 0);
+}
 
-  __syncwarp();
+// This warp's share of the tile's copies; `list`: entries from `begin` on are the tile's.
+template <int kHeads>
+__device__ __forceinline__ void send_rows(Shared& s, const Params& p, const Maps& maps, int stage,
+                                          const EntryList& list, int begin, int first_head) {
+  constexpr int kShare = Config::kRows / kHeads / kProducerWarps<kHeads>; // tokens
+  const int lane = threadIdx.x & 31;
+  const int mine = (kProducerWarps<kHeads> == 1 ? 0 : (threadIdx.x >> 5 & 3) * kShare) + lane;
+  const int token = list.token(__shfl_sync(~0u, list.entry, (begin + mine) & 31));
   uint64_t& full = s.rows_full[stage];
-  if (lane == 0)
-    barrier_expect(full, 2 * Config::kRowTileBytes);
-  __syncwarp();
-  if (lane < kTokens) {
+  if (lane < kShare) {
     // A row past the tensor's end reads as zeros.
     const int2 at = token < 0 ? make_int2(p.token_rows, 0) : split_row(token, p.token_rows);
-    const uint32_t q = shared_u32(s.rows[stage][0]) + lane * kHeads * 128;
-    const uint32_t dout = shared_u32(s.rows[stage][1]) + lane * kHeads * 128;
+    const uint32_t q = shared_u32(s.rows[stage][0]) + mine * kHeads * 128;
+    const uint32_t dout = shared_u32(s.rows[stage][1]) + mine * kHeads * 128;
     constexpr int kHalfBytes = Config::kRows * 128;
     copy_box(q, maps.q, 0, first_head, at.x, at.y, full);
     copy_box(q + kHalfBytes, maps.q, Config::kHalf, first_head, at.x, at.y, full);
     copy_box(dout, maps.dout, 0, first_head, at.x, at.y, full);
     copy_box(dout + kHalfBytes, maps.dout, Config::kHalf, first_head, at.x, at.y, full);
   }
-  barrier_arrive_after_copies(full);
 }
 
 __device__ __forceinline__ void send_block(Shared& s, const Params& p, const Maps& maps, int slot,
@@ -77,20 +82,29 @@ __device__ __forceinline__ void send_block(Shared& s, const Params& p, const Map
 
 template <int kHeads>
 __device__ __forceinline__ void produce(Shared& s, const Params& p, const Maps& maps) {
+  constexpr int kWarps = kProducerWarps<kHeads>;
+  const bool leads = kWarps == 1 || (threadIdx.x >> 5 & 3) == 0;
   constexpr int kTokens = Config::kRows / kHeads; // of a tile
-  constexpr int kTilesOfChunk = 32 / kTokens;
   const int lane = threadIdx.x & 31;
   const int first = __ldg(p.index.segment_items + p.first_segment);
   const int work = (__ldg(p.index.segment_items + p.last_segment) - first) * p.parts;
 
-  auto take = [&] { return __shfl_sync(~0u, lane == 0 ? atomicAdd(p.next_item, 1) : 0, 0); };
-  int next = take();
+  // Lane 0 holds the next ticket, which it asked for an item before.
+  auto take = [&] { return leads && lane == 0 ? atomicAdd(p.next_item, 1) : 0; };
+  int ticket = take();
   uint32_t tile = 0; // since the start: stage and parity follow from it
   for (uint32_t number = 0;; ++number) {
     const int slot = number % Config::kBlocks;
+    int next = __shfl_sync(~0u, ticket, 0);
+    if constexpr (kWarps > 1) { // the first warp tells the others
+      if (leads && lane == 0)
+        s.ticket[slot] = next;
+      ptx::barrier_sync(kTicket, 32 * kWarps);
+      next = s.ticket[slot];
+    }
     barrier_wait(s.block_empty[slot], number / Config::kBlocks & 1 ^ 1);
     if (next >= work) {
-      if (lane == 0) {
+      if (leads && lane == 0) {
         s.items[slot].pairs = 0;
         barrier_arrive(s.block_full[slot]);
       }
@@ -98,9 +112,8 @@ __device__ __forceinline__ void produce(Shared& s, const Params& p, const Maps& 
     }
     const WorkItem item = p.index.items[first + next / p.parts];
     const int part = next % p.parts;
-    const int tiles = (item.entry_count + kTokens - 1) / kTokens;
     const int first_head = (item.proxy_head * p.parts + part) * kHeads;
-    if (lane == 0) {
+    if (leads && lane == 0) {
       const int64_t segment =
           static_cast<int64_t>(item.window) * p.proxy_heads + item.proxy_head - p.first_segment;
       const int kv_head = first_head / (p.q_heads / p.kv_heads);
@@ -115,21 +128,24 @@ __device__ __forceinline__ void produce(Shared& s, const Params& p, const Maps& 
                                              item.entry_begin)};
       send_block(s, p, maps, slot, item.key_begin, kv_head);
     }
-    EntryChunk chunk, ahead = fetch_chunk(p.index, item, 0);
-    for (int t = 0; t < tiles; ++t, ++tile) {
-      const int in_chunk = t % kTilesOfChunk;
-      if (in_chunk == 0) {
-        chunk = ahead;
-        ahead = fetch_chunk(p.index, item, (t + kTilesOfChunk) * kTokens);
+    ticket = take();
+    EntryList list(p.index, item, 0); // in step: neighbours' dQ rows meet in L2
+    for (int chunk = 0; chunk < list.chunks; ++chunk) {
+      const int count = min(32, item.entry_count - list.advance());
+      for (int begin = 0; begin < count; begin += kTokens, ++tile) {
+        const int stage = tile % Config::kStages;
+        barrier_wait(s.rows_empty[stage], tile / Config::kStages & 1 ^ 1);
+        if (leads) {
+          const int from = (begin + lane) & 31;
+          describe_tile<kHeads>(s, p, stage, list.token(__shfl_sync(~0u, list.entry, from)),
+                                __shfl_sync(~0u, list.last_key(), from), first_head);
+          __syncwarp();
+          if (lane == 0)
+            barrier_expect(s.rows_full[stage], 2 * Config::kRowTileBytes);
+          barrier_arrive_after_copies(s.rows_full[stage]);
+        }
+        send_rows<kHeads>(s, p, maps, stage, list, begin, first_head);
       }
-      const int from = in_chunk * kTokens + lane;
-      const int token = __shfl_sync(~0u, chunk.token, from & 31);
-      const int last_key = __shfl_sync(~0u, chunk.last_key, from & 31);
-      const int stage = tile % Config::kStages;
-      barrier_wait(s.rows_empty[stage], tile / Config::kStages & 1 ^ 1);
-      send_tile<kHeads>(s, p, maps, stage, token, last_key, first_head);
-      if (t == 0)
-        next = take();
     }
   }
 }

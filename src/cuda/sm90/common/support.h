@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/common/launch.h"
+#include "cuda/index/index.h"
 
 #include "core/shapes.h"
 
@@ -43,6 +44,18 @@ inline bool has_proxy_kernel(const Shapes& s) {
 }
 inline constexpr const char* kProxyDims = "needs a proxy head dimension of 64 or 128";
 inline constexpr const char* kStrides = "needs positive 16-byte strides";
+
+// Work items of the KV-major kernels. 64 tiles of rows: a block's keys, and what is flushed at the
+// item's end, then cost little beside its rows; fewer where that would leave SMs idle at the end.
+inline IndexOptions index_options(const Shapes& s, int tile_rows) {
+  IndexOptions options;
+  options.window_tokens = suggested_window(s);
+  const int tokens = tile_rows / rows_per_token(s); // of a tile
+  const int64_t items = int64_t{16} * device_facts().sm_count;
+  options.max_entries = static_cast<int32_t>(
+      std::clamp<int64_t>(s.tokens * s.proxy_heads * s.top_k / items, 32 * tokens, 64 * tokens));
+  return options;
+}
 
 template <class F>
 void with_heads(int heads, F&& f) {

@@ -19,7 +19,7 @@ struct Config {
   static constexpr int kStages = 6;    // tiles of Q in flight, a multiple of kConsumers
   static constexpr int kBlocks = 2;    // blocks of K and V
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = 160, kProducerRegisters = 32;
+  static constexpr int kConsumerRegisters = 152, kProducerRegisters = 56;
   // The CTA owns what its launch bound leaves each thread (128); a larger sum waits for ever.
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 128);
 
@@ -35,8 +35,10 @@ struct TileSlot {
   int32_t kind;
   int32_t item;                    // running number of the work item; its K and V: item % kBlocks
   int16_t last_key[Config::kRows]; // last visible key of the block; -1: filling
-  int32_t partial[Config::kRows];  // by token of the tile: row of the partial results, first head
+  int32_t partial[Config::kRows];  // by token of the tile: its piece of partial results, first head
 };
+
+enum NamedBarrier { kTicket = 1 }; // 0 is __syncthreads
 
 struct Shared {
   alignas(1024) uint8_t blocks[Config::kBlocks][2][Config::kBlockTileBytes]; // K, V
@@ -44,9 +46,14 @@ struct Shared {
   alignas(16) TileSlot tiles[Config::kStages];
   alignas(8) uint64_t block_full[Config::kBlocks], block_empty[Config::kBlocks];
   uint64_t rows_full[Config::kStages], rows_empty[Config::kStages];
-  uint64_t tail; // K and V of a document's last block have landed and wait for their cleaning
+  int32_t ticket[2]; // by parity of the item
+  uint64_t tail;     // K and V of a document's last block have landed and wait for their cleaning
 };
 static_assert(sizeof(Shared) <= 232448, "shared memory of sm_90: 227 KB a CTA");
+
+// Heads of a piece of partial results: an mma fragment's 8 rows, or all that a token has.
+template <int kHeads>
+inline constexpr int kPieceRows = kHeads < 8 ? kHeads : 8;
 
 struct Params {
   BlockIndex index;
@@ -56,9 +63,10 @@ struct Params {
   int32_t q_heads, kv_heads;
   int32_t parts;      // kv heads of one proxy head (1 unless Hp < Hkv)
   int32_t* next_item; // work counter, zero at launch
-  // Partial results of a pass, row (token of the pass * Hq + head) * K + slot:
-  void* partial;      // [rows, 128] 16-bit, not normalised, columns permuted (see epilogue.cuh)
-  float2* statistics; // [rows] offset m and sum l of exp2(score - m)
+  // Partial results of a pass, in pieces of the kPieceRows heads that a warp stores together:
+  //   piece = (token of the pass * Hq + head) / kPieceRows * K + slot
+  void* partial;      // [pieces][4][kPieceRows][4] x 16 bytes, see store_partial
+  float2* statistics; // [pieces][kPieceRows] offset m and sum l of exp2(score - m)
   float score_scale;  // softmax_scale * log2(e)
 };
 

@@ -1,4 +1,5 @@
-// One CTA a multiprocessor: warpgroup 0 produces (one warp of it works), warpgroups 1 to 3 consume.
+// One CTA a multiprocessor: warpgroup 0 produces (one warp of it, or all),
+// warpgroups 1 to 3 consume.
 // Roles, barriers and the shared-memory map: docs/kernels/forward.md.
 #pragma once
 
@@ -31,8 +32,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (__shfl_sync(~0u, threadIdx.x >> 7, 0) == 0) {
     give_registers<Config::kProducerRegisters>();
-    if (__shfl_sync(~0u, threadIdx.x >> 5, 0) == 0)
-      Producer(s, params, {&q, &k, &v}).run<kHeads>();
+    if (__shfl_sync(~0u, threadIdx.x >> 5, 0) < kProducerWarps<kHeads>)
+      Producer<kHeads>(s, params, {&q, &k, &v}).run();
   } else {
     take_registers<Config::kConsumerRegisters>();
     consume<T, kHeads>(s, params);

@@ -1,11 +1,11 @@
 // Host side of the sparse forward: index, proxy LSE, then main kernel and combine pass by pass.
 #include "cuda/common/launch.h"
 #include "cuda/kernel.h"
+#include "cuda/portable/forward/forward.h"
 #include "cuda/sm90/common/support.h"
 #include "cuda/sm90/common/tensor_map.h"
 #include "cuda/sm90/forward/combine.cuh"
 #include "cuda/sm90/forward/kernel.cuh"
-#include "cuda/sm90/forward/proxy_lse.cuh"
 
 namespace thresher::cuda::sm90 {
 
@@ -20,10 +20,10 @@ struct Plan {
   int parts = 1; // kv heads of a proxy head
   int windows_per_pass = 1;
   int passes = 0;
-  int32_t* next_item;       // [passes]
+  int32_t* next_item;       // [passes] of the main kernel, [passes] of the proxy's
   void* partial;            // of one pass
   float2* statistics;       // of one pass
-  float2* proxy_statistics; // of all tokens; null: no proxy
+  float2* proxy_statistics; // of one pass; null: no proxy
 };
 
 constexpr int64_t kPassBytes = int64_t(5) << 28; // 1.25 GiB: 4,096 tokens of M3
@@ -31,8 +31,7 @@ constexpr int64_t kPassBytes = int64_t(5) << 28; // 1.25 GiB: 4,096 tokens of M3
 Plan make_plan(const ForwardParams& params, const Shapes& s, WorkspaceCarver& workspace) {
   Plan plan;
   plan.parts = std::max(1, s.kv_heads / s.proxy_heads);
-  IndexOptions options;
-  options.window_tokens = suggested_window(s);
+  IndexOptions options = index_options(s, Config::kRows);
   const int64_t bytes_per_token =
       static_cast<int64_t>(s.q_heads) * s.top_k * (2 * Config::kDim + sizeof(float2));
   while (options.window_tokens > 256 && options.window_tokens * bytes_per_token > kPassBytes)
@@ -45,12 +44,47 @@ Plan make_plan(const ForwardParams& params, const Shapes& s, WorkspaceCarver& wo
   const int64_t tokens = std::min<int64_t>(
       static_cast<int64_t>(plan.windows_per_pass) * plan.index.window_tokens, s.tokens);
   const int64_t rows = tokens * s.q_heads * s.top_k;
-  plan.next_item = workspace.take<int32_t>(plan.passes);
+  plan.next_item = workspace.take<int32_t>(2 * plan.passes);
   plan.partial = workspace.take<uint16_t>(rows * Config::kDim);
   plan.statistics = workspace.take<float2>(rows);
   plan.proxy_statistics =
-      workspace.take<float2>(params.proxy_lse ? s.tokens * s.proxy_heads * s.top_k : 0);
+      workspace.take<float2>(params.proxy_lse ? tokens * s.proxy_heads * s.top_k : 0);
   return plan;
+}
+
+// The proxy is one row a token, a sixteenth of the work: the portable kernel serves.
+template <class T>
+void run_proxy_lse(const ForwardParams& params, const Shapes& s, const Plan& plan,
+                   const CombineParams& pass, const Params& main, int32_t* next_item,
+                   cudaStream_t stream) {
+  portable::forward::PartialParams<T> proxy = {};
+  proxy.index = plan.index;
+  proxy.first_segment = main.first_segment;
+  proxy.last_segment = main.last_segment;
+  proxy.first_token = main.first_token;
+  proxy.q_heads = s.proxy_heads;
+  proxy.kv_heads = s.proxy_kv_heads;
+  proxy.parts = 1;
+  proxy.key_tiles = 1;
+  proxy.dim = s.proxy_dim;
+  proxy.score_scale = static_cast<float>(std::abs(params.problem.proxy_scale) * kLog2e);
+  proxy.negate = params.problem.proxy_scale < 0;
+  proxy.q = tensor_view<const T>(params.q_proxy);
+  proxy.k = tensor_view<const T>(params.k_proxy);
+  proxy.ticket = next_item;
+  proxy.statistics = plan.proxy_statistics;
+  with_dim<64, 128>(portable::forward::tile_dim(s.proxy_dim), [&]<int kDim>() {
+    portable::forward::PartialKernel<T, kDim, Config::kKeys, false>::run(proxy, stream);
+  });
+  portable::forward::CombineParams merge = {};
+  merge.index = plan.index;
+  merge.first_token = pass.first_token;
+  merge.tokens = pass.tokens;
+  merge.heads = s.proxy_heads;
+  merge.group = 1;
+  merge.key_tiles = 1;
+  merge.statistics = plan.proxy_statistics;
+  portable::forward::combine_statistics(merge, tensor_view<float>(params.proxy_lse, false), stream);
 }
 
 template <class T>
@@ -58,26 +92,8 @@ void run(const ForwardParams& params, const Shapes& s, const Plan& plan, cudaStr
   const int sms = device_facts().sm_count;
   const BlockIndex& index = plan.index;
   build_index(index, params.problem, s, params.block_indices, stream);
-  check(cudaMemsetAsync(plan.next_item, 0, plan.passes * sizeof(int32_t), stream),
+  check(cudaMemsetAsync(plan.next_item, 0, 2 * plan.passes * sizeof(int32_t), stream),
         "cudaMemsetAsync");
-
-  if (params.proxy_lse) {
-    ProxyLseParams<T> proxy = {};
-    proxy.index = index;
-    proxy.proxy_heads = s.proxy_heads;
-    proxy.proxy_kv_heads = s.proxy_kv_heads;
-    proxy.q_proxy = tensor_view<const T>(params.q_proxy);
-    proxy.k_proxy = tensor_view<const T>(params.k_proxy);
-    proxy.statistics = plan.proxy_statistics;
-    proxy.score_scale = static_cast<float>(params.problem.proxy_scale * kLog2e);
-    with_dim<64, 128>(s.proxy_dim, [&]<int kDim>() {
-      launch("sm90 proxy lse", proxy_statistics_kernel<T, kDim>, sms * 2, 256,
-             sizeof(typename ProxyTile<T, kDim>::Shared), stream, proxy);
-    });
-    launch("sm90 merge proxy lse", merge_proxy_lse_kernel, sms * 4, 256, 0, stream, index,
-           plan.proxy_statistics, tensor_view<float>(params.proxy_lse, false),
-           static_cast<int32_t>(s.tokens), s.proxy_heads);
-  }
 
   const int heads = rows_per_token(s);
   const CUtensorMap q_map = encode_map(params.q, heads, 1);
@@ -102,7 +118,7 @@ void run(const ForwardParams& params, const Shapes& s, const Plan& plan, cudaStr
     main.score_scale = static_cast<float>(params.problem.softmax_scale * kLog2e);
     with_heads(heads, [&]<int kHeads>() {
       launch("sm90 forward", forward_kernel<T, kHeads>, sms, Config::kThreads, sizeof(Shared),
-             stream, q_map, k_map, v_map, main);
+             stream, true, q_map, k_map, v_map, main);
     });
 
     CombineParams combine = {};
@@ -114,8 +130,14 @@ void run(const ForwardParams& params, const Shapes& s, const Plan& plan, cudaStr
     combine.group = s.group();
     combine.partial = plan.partial;
     combine.statistics = plan.statistics;
-    launch("sm90 combine", combine_kernel<T>, sms * 8, 256, 0, stream, combine,
-           tensor_view<T>(params.out), tensor_view<float>(params.lse, false));
+    with_heads(heads, [&]<int kHeads>() {
+      constexpr int kRows = kPieceRows<kHeads>;
+      launch("sm90 combine", combine_kernel<T, kRows>,
+             ceil_div(int64_t(combine.tokens) * s.q_heads / 2, int64_t(8)), 256, 0, stream, true,
+             combine, tensor_view<T>(params.out), tensor_view<float>(params.lse, false));
+    });
+    if (params.proxy_lse)
+      run_proxy_lse<T>(params, s, plan, combine, main, plan.next_item + plan.passes + pass, stream);
   }
 }
 
@@ -129,6 +151,8 @@ extern const Kernel<ForwardParams> sparse_forward = {
         return reason;
       if (params.proxy_lse && !has_proxy_kernel(s))
         return kProxyDims;
+      if (!(params.problem.softmax_scale > 0))
+        return "needs a positive softmax_scale";
       return strides_fit(params.q) && strides_fit(params.k) && strides_fit(params.v) ? ""
                                                                                      : kStrides;
     },

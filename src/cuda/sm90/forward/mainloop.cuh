@@ -45,16 +45,19 @@ __device__ __forceinline__ void softmax(float (&s)[64], uint32_t (&probability)[
   ml[1].y = quad_sum(sum[1]);
 }
 
-// A row of a partial result: column 32 a + 8 i + 2 c + e lies at (4 a + c) 8 + 2 i + e, so that a
-// lane (place c in its quad) stores 16 bytes at a time. The combine undoes it.
-template <class T>
-__device__ __forceinline__ void store_partial(const Params& p, const float (&o)[64], int64_t row,
-                                              int h, int c) {
-  uint4* to = reinterpret_cast<uint4*>(static_cast<T*>(p.partial) + row * Config::kDim) + c;
+// A row of a partial result: column 32 a + 8 i + 2 c + e lies at word-pair (i, e) of the 16 bytes
+// [a][row][c] of its piece. A lane (place c in its quad) stores 16 bytes at a time, and a warp's
+// stores of one a are contiguous. The combine undoes it.
+template <class T, int kHeads>
+__device__ __forceinline__ void store_partial(const Params& p, const float (&o)[64], int piece,
+                                              int row, int h, int c) {
+  constexpr int kRows = kPieceRows<kHeads>;
+  uint4* to =
+      static_cast<uint4*>(p.partial) + static_cast<int64_t>(piece) * (kRows * 16) + row * 4 + c;
 #pragma unroll
   for (int a = 0; a < 4; ++a) {
     const int j = 16 * a + 2 * h;
-    __stcs(to + 4 * a,
+    __stcs(to + a * (kRows * 4),
            make_uint4(ptx::pack<T>(o[j], o[j + 1]), ptx::pack<T>(o[j + 4], o[j + 5]),
                       ptx::pack<T>(o[j + 8], o[j + 9]), ptx::pack<T>(o[j + 12], o[j + 13])));
   }
@@ -97,9 +100,9 @@ __device__ __forceinline__ void consume(Shared& s, const Params& p) {
         wgmma_commit();
       }
       const int last[2] = {tile.last_key[row], tile.last_key[row + 8]};
-      const int head = row % kHeads, other_head = (row + 8) % kHeads;
-      const int to[2] = {tile.partial[row / kHeads] + head * p.index.top_k,
-                         tile.partial[(row + 8) / kHeads] + other_head * p.index.top_k};
+      constexpr int kPiece = kPieceRows<kHeads>;
+      const int piece[2] = {tile.partial[row / kHeads],
+                            tile.partial[(row + 8) / kHeads] + (kHeads == 16 ? p.index.top_k : 0)};
       wgmma_wait<0>();
       keep(acc);
       if (lane == 0)
@@ -130,9 +133,9 @@ __device__ __forceinline__ void consume(Shared& s, const Params& p) {
       for (int h = 0; h < 2; ++h) {
         if (last[h] < 0)
           continue;
-        store_partial<T>(p, acc, to[h], h, c);
+        store_partial<T, kHeads>(p, acc, piece[h], row % kPiece, h, c);
         if (c == 0)
-          p.statistics[to[h]] = ml[h];
+          p.statistics[static_cast<int64_t>(piece[h]) * kPiece + row % kPiece] = ml[h];
       }
     } else if (lane == 0) {
       barrier_arrive(s.rows_empty[stage]);

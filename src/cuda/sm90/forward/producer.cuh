@@ -1,5 +1,6 @@
-// The producer warp: takes work items, loads a block's K and V once per item, then streams the rows
-// of the tokens that chose it.
+// The producer: takes work items, loads a block's K and V once per item, then streams the rows of
+// the tokens that chose it. One warp, or four that share the rows' copies, of which the first does
+// everything else.
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -13,43 +14,52 @@ struct Maps {
   const CUtensorMap *q, *k, *v;
 };
 
+template <int kHeads>
 class Producer {
+  static constexpr int kTokens = Config::kRows / kHeads; // of a tile
+  static constexpr int kWarps = kProducerWarps<kHeads>;
+
  public:
   __device__ Producer(Shared& shared, const Params& params, const Maps& maps)
       : s_(shared), p_(params), maps_(maps), lane_(threadIdx.x & 31) {}
 
-  template <int kHeads>
   __device__ __forceinline__ void run() {
-    constexpr int kTokens = Config::kRows / kHeads; // of a tile
-    constexpr int kTilesOfChunk = 32 / kTokens;
     const int first = __ldg(p_.index.segment_items + p_.first_segment);
     const int work = (__ldg(p_.index.segment_items + p_.last_segment) - first) * p_.parts;
-    auto take = [&] { return __shfl_sync(~0u, lane_ == 0 ? atomicAdd(p_.next_item, 1) : 0, 0); };
+    // Lane 0 holds the next ticket, which it asked for an item before.
+    auto take = [&] { return leads() && lane_ == 0 ? atomicAdd(p_.next_item, 1) : 0; };
 
-    int next = take();
-    int number = 0;
-    for (; next < work; ++number) {
+    int ticket = take();
+    for (int number = 0;; ++number) {
+      int next = __shfl_sync(~0u, ticket, 0);
+      if constexpr (kWarps > 1) { // the first warp tells the others
+        if (threadIdx.x == 0)
+          s_.ticket[number & 1] = next;
+        ptx::barrier_sync(kTicket, 32 * kWarps);
+        next = s_.ticket[number & 1];
+      }
+      if (next >= work)
+        break;
       const WorkItem item = p_.index.items[first + next / p_.parts];
       const int first_head = (item.proxy_head * p_.parts + next % p_.parts) * kHeads;
-      send_block(number, item, first_head / (p_.q_heads / p_.kv_heads));
-      next = take();
+      if (leads())
+        send_block(number, item, first_head / (p_.q_heads / p_.kv_heads));
+      ticket = take();
 
-      // Every warpgroup must see a tile of every item, or it would hold on to old blocks.
-      const int tiles = (item.entry_count + kTokens - 1) / kTokens;
-      const int sent = max(tiles, Config::kConsumers);
-      EntryChunk chunk, ahead = fetch_chunk(p_.index, item, 0);
-      for (int t = 0; t < sent; ++t) {
-        const int in_chunk = t % kTilesOfChunk;
-        if (in_chunk == 0) {
-          chunk = ahead;
-          ahead = fetch_chunk(p_.index, item, (t + kTilesOfChunk) * kTokens);
-        }
-        send_tile<kHeads>(number, t < tiles, in_chunk * kTokens, chunk, first_head);
+      EntryList list(p_.index, item, spread_start(item, next));
+      int sent = 0;
+      for (int chunk = 0; chunk < list.chunks; ++chunk) {
+        const int count = min(32, item.entry_count - list.advance());
+        for (int begin = 0; begin < count; begin += kTokens, ++sent)
+          send_tile(number, true, begin, list, first_head);
       }
+      // Every warpgroup must see a tile of every item, or it would hold on to old blocks.
+      for (; sent < Config::kConsumers; ++sent)
+        send_tile(number, false, 0, list, first_head);
     }
     for (int i = 0; i < Config::kConsumers; ++i) {
       const int stage = wait_for_stage();
-      if (lane_ == 0) {
+      if (leads() && lane_ == 0) {
         s_.tiles[stage].kind = kEnd;
         barrier_arrive(s_.rows_full[stage]);
       }
@@ -57,6 +67,8 @@ class Producer {
   }
 
  private:
+  __device__ __forceinline__ bool leads() const { return kWarps == 1 || threadIdx.x < 32; }
+
   __device__ __forceinline__ int wait_for_stage() {
     const int stage = tile_ % Config::kStages;
     barrier_wait(s_.rows_empty[stage], ((tile_ / Config::kStages) & 1) ^ 1);
@@ -95,41 +107,39 @@ class Producer {
       barrier_arrive(s_.block_full[slot]);
   }
 
-  template <int kHeads>
-  __device__ __forceinline__ void send_tile(int number, bool real, int in_chunk,
-                                            const EntryChunk& chunk, int first_head) {
-    constexpr int kTokens = Config::kRows / kHeads;
-    const int token = __shfl_sync(~0u, chunk.token, (in_chunk + lane_) & 31);
-    const int slot = __shfl_sync(~0u, chunk.slot, (in_chunk + lane_) & 31);
-    // Two neighbouring rows a lane; kHeads is even, so they are of one token.
-    const int pair_key = __shfl_sync(~0u, chunk.last_key, (in_chunk + 2 * lane_ / kHeads) & 31);
-    const bool masked = __any_sync(~0u, pair_key < Config::kKeys - 1);
-
+  __device__ __forceinline__ void send_tile(int number, bool real, int begin, const EntryList& list,
+                                            int first_head) {
     const int stage = wait_for_stage();
     TileSlot& tile = s_.tiles[stage];
-    if (lane_ == 0) {
-      tile.kind = !real ? kEmpty : masked ? kMasked : kFull;
-      tile.item = number;
+    if (leads()) {
+      const Entry entry = __shfl_sync(~0u, list.entry, (begin + lane_) & 31);
+      // Two neighbouring rows a lane; kHeads is even, so they are of one token.
+      const int pair_key = __shfl_sync(~0u, list.last_key(), (begin + 2 * lane_ / kHeads) & 31);
+      const bool masked = __any_sync(~0u, pair_key < Config::kKeys - 1);
+      if (lane_ == 0) {
+        tile.kind = !real ? kEmpty : masked ? kMasked : kFull;
+        tile.item = number;
+      }
+      *reinterpret_cast<uint32_t*>(tile.last_key + 2 * lane_) =
+          static_cast<uint32_t>(static_cast<uint16_t>(pair_key)) * 0x10001u;
+      if (lane_ < kTokens)
+        tile.partial[lane_] = ((list.token(entry) - p_.first_token) * p_.q_heads + first_head) /
+                                  kPieceRows<kHeads> * p_.index.top_k +
+                              BlockIndex::entry_slot(entry);
     }
     uint64_t& full = s_.rows_full[stage];
-    if (!real) {
-      if (lane_ == 0)
-        barrier_arrive(full);
+    __syncwarp();
+    if (leads() && lane_ == 0)
+      real ? barrier_expect(full, Config::kRowTileBytes) : barrier_arrive(full);
+    if (!real)
       return;
-    }
-    *reinterpret_cast<uint32_t*>(tile.last_key + 2 * lane_) =
-        static_cast<uint32_t>(static_cast<uint16_t>(pair_key)) * 0x10001u;
-    if (lane_ < kTokens)
-      tile.partial[lane_] =
-          ((token - p_.first_token) * p_.q_heads + first_head) * p_.index.top_k + slot;
-    __syncwarp();
-    if (lane_ == 0)
-      barrier_expect(full, Config::kRowTileBytes);
-    __syncwarp();
-    if (lane_ < kTokens) {
+    constexpr int kShare = kTokens / kWarps; // tokens of this warp
+    const int mine = (kWarps == 1 ? 0 : (threadIdx.x >> 5) * kShare) + lane_;
+    const int token = list.token(__shfl_sync(~0u, list.entry, (begin + mine) & 31));
+    if (lane_ < kShare) {
       // A row past the tensor's end reads as zeros.
       const int2 at = token < 0 ? make_int2(p_.token_rows, 0) : split_row(token, p_.token_rows);
-      const uint32_t q = shared_u32(s_.rows[stage]) + lane_ * kHeads * 128;
+      const uint32_t q = shared_u32(s_.rows[stage]) + mine * kHeads * 128;
       copy_box(q, maps_.q, 0, first_head, at.x, at.y, full);
       copy_box(q + Config::kRows * 128, maps_.q, Config::kHalf, first_head, at.x, at.y, full);
     }
