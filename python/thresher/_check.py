@@ -79,6 +79,9 @@ def token_tensors(tensors: dict[str, Tensor], layout: str | None) -> tuple[dict,
         tensors = {name: x.transpose(1, 2) for name, x in tensors.items()}
     lead = first.dim() - 2
     reference = next(iter(tensors.values()))
+    tokens = math.prod(reference.shape[:lead])  # Size.numel() would make a symbolic size a number
+    if tokens > INT_MAX:  # before results of that size are allocated
+        raise ValueError(f"{first_name}: {tokens} tokens are not supported: up to {INT_MAX} are")
     for name, x in tensors.items():
         heads, dim = x.shape[-2:]
         if heads < 1 or dim < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -281,7 +282,7 @@ def _attend(inputs, block_indices, cu_seqlens, kl_buffer, options, layout) -> Ms
     if options[3] == ops.KL_NONE:
         return MsaResult(out, None, None, lse, block_indices)
     if cu_seqlens is None:
-        rows = max(q.shape[:-2].numel(), 1) * q_proxy.shape[-2]
+        rows = max(math.prod(q.shape[:-2]), 1) * q_proxy.shape[-2]
     else:
         rows = cu_seqlens[-1].clamp(min=1) * q_proxy.shape[-2]
     return MsaResult(out, kl, kl.sum() / rows, lse, block_indices)

@@ -137,14 +137,23 @@ def test_a_tensor_with_more_than_two_to_31_real_elements(api, device, main_dtype
     assert (outcome.gradients["q"][-1] != 0).any() and outcome.out[-1].isfinite().all()
 
 
-@pytest.mark.parametrize("tokens", [2**31, 2**33], ids=["2^31", "2^33"])
-def test_token_counts_beyond_the_limit_are_an_error_not_a_crash(api, tokens, thresher_only):
+@pytest.mark.parametrize("shape", [(2**31,), (2**33,), (2**16, 2**15)], ids=str)
+def test_token_counts_beyond_the_limit_are_refused_before_anything_is_allocated(
+    api, shape, thresher_only
+):
     """Stride-0 rows of one number: no memory for the inputs, and none could hold the results."""
 
     def rows(heads):
-        return torch.zeros(1, heads, 1, dtype=torch.float32).expand(tokens, heads, 1)
+        return torch.zeros(1, dtype=torch.float32).expand(*shape, heads, 1)
 
-    x = [rows(2), rows(1), rows(1), rows(1), rows(1)]
-    with pytest.raises((ValueError, TypeError, RuntimeError, MemoryError)) as caught:
-        api.msa_attention(*x, block_size=1024, top_k_blocks=1)
-    assert str(caught.value)
+    q, k, v, q_proxy, k_proxy = (rows(heads) for heads in (2, 1, 1, 1, 1))
+    ids = torch.zeros(1, dtype=torch.int32).expand(*shape[:-1], 1, shape[-1], 1)
+    options = dict(block_size=1024, top_k_blocks=1)
+    for refused, name in (
+        (lambda: api.msa_attention(q, k, v, q_proxy, k_proxy, **options), "q"),
+        (lambda: api.msa_warmup_attention(q, k, v, q_proxy, k_proxy), "q"),
+        (lambda: api.select_blocks(q_proxy, k_proxy, **options), "q_proxy"),
+        (lambda: api.sparse_attention(q, k, v, ids, block_size=1024), "q"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: .*tokens.*{2**31 - 1}"):
+            refused()

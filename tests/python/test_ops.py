@@ -105,18 +105,27 @@ def test_fake_kernel_gives_shape_stride_and_dtype_of_the_real_one(form):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype), name
 
 
-def test_fake_kernels_leave_the_number_of_tokens_symbolic():
+@pytest.mark.parametrize("lead", [(30,), (3, 15)], ids=["packed", "batched"])
+@pytest.mark.parametrize("warmup", [False, True], ids=["sparse", "warmup"])
+def test_the_number_of_tokens_stays_symbolic(lead, warmup):
     """One trace serves every length: no size becomes a constant on the way."""
-    x = tensors(30)
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+    x, environment = tensors(*lead), ShapeEnv()
+    with FakeTensorMode(shape_env=environment) as mode:
         fake = {}
         for name, t in x.items():
-            torch._dynamo.mark_dynamic(t, 0)
+            for axis in range(len(lead)):
+                torch._dynamo.mark_dynamic(t, axis)
             fake[name] = mode.from_tensor(t)
-        r = thresher.msa_attention(**fake, block_size=8, top_k_blocks=3)
-    assert isinstance(r.out.shape[0], torch.SymInt)
-    assert isinstance(r.block_indices.shape[1], torch.SymInt)
-    assert r.block_indices.shape[0] == 2 and r.block_indices.shape[2] == 3
+        if warmup:
+            r = thresher.msa_warmup_attention(**fake)
+        else:
+            r = thresher.msa_attention(**fake, block_size=8, top_k_blocks=3)
+            assert r.block_indices.shape[-3] == 2 and r.block_indices.shape[-1] == 3
+        tokens = len(lead) - 1
+        assert isinstance(r.out.shape[tokens], torch.SymInt)
+        assert isinstance(r.kl.shape[tokens], torch.SymInt)
+    constants = {int(v) for v in environment.replacements.values() if v.is_number}
+    assert not constants & set(lead), environment.replacements  # head dimensions may be constants
 
 
 def test_backward_computes_the_gradients_it_is_asked_for_and_no_other():
