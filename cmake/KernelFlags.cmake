@@ -20,11 +20,11 @@ endfunction()
 
 # thresher_kernels(TARGET GENCODE...): options of a target with CUDA sources.
 function(thresher_kernels target)
-  target_compile_features(${target} PUBLIC cuda_std_20 cxx_std_20)
+  target_compile_features(${target} PUBLIC cxx_std_20)
   target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR}/src
                                               ${PROJECT_SOURCE_DIR}/include)
   target_compile_options(${target} PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:${ARGN} --expt-relaxed-constexpr -Xcompiler=-Wall>
+    $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 ${ARGN} --expt-relaxed-constexpr -Xcompiler=-Wall>
     $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${THRESHER_WERROR}>>:-Werror=all-warnings>
     $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${THRESHER_CUDA_LINEINFO}>>:-lineinfo>)
   set_target_properties(${target} PROPERTIES
