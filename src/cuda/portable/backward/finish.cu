@@ -100,8 +100,7 @@ __global__ void __launch_bounds__(kThreads) finish_keys_kernel(FinishKeys args, 
     const int32_t block_row = __ldg(args.index.key_row + key) - 1;
     int32_t items = 0;
     if (block_row >= 0) {
-      const ProxyRange range =
-          proxies_of(args.q_heads, args.owners, args.proxy_heads, owner);
+      const ProxyRange range = proxies_of(args.q_heads, args.owners, args.proxy_heads, owner);
       items = args.index.items_of(block_row, range.first, range.count);
     }
     if (items == 1)

@@ -15,10 +15,9 @@ __device__ __forceinline__ float4 quad_of(const float (&acc)[kN][4], int piece, 
 
 // One warp's 32 keys x kColumns columns of dK or dV. accumulator: [Tk][heads][kDim].
 template <int kDim, class T, int kN>
-__device__ __forceinline__ void flush_keys(const Unit& unit, const float (&acc)[2][kN][4],
-                                           float* accumulator, int32_t heads,
-                                           const TensorView<T>& out, float scale, int32_t dim,
-                                           int first_key, int first_column) {
+__device__ __forceinline__ void
+flush_keys(const Unit& unit, const float (&acc)[2][kN][4], float* accumulator, int32_t heads,
+           const TensorView<T>& out, float scale, int32_t dim, int first_key, int first_column) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < 2; ++m)
@@ -35,10 +34,9 @@ __device__ __forceinline__ void flush_keys(const Unit& unit, const float (&acc)[
             *reinterpret_cast<uint32_t*>(row + n * 8) =
                 ptx::pack<T>(acc[m][n][2 * half] * scale, acc[m][n][2 * half + 1] * scale);
       } else {
-        float* row =
-            accumulator +
-            (static_cast<int64_t>(unit.key_begin + key) * heads + unit.key_head) * kDim +
-            first_column + 4 * (lane % 4);
+        float* row = accumulator +
+                     (static_cast<int64_t>(unit.key_begin + key) * heads + unit.key_head) * kDim +
+                     first_column + 4 * (lane % 4);
 #pragma unroll
         for (int n = 0; n < kN / 2; ++n)
           ptx::reduce_add(row + n * 16, quad_of(acc[m], n, half));
@@ -46,7 +44,8 @@ __device__ __forceinline__ void flush_keys(const Unit& unit, const float (&acc)[
     }
 }
 
-// One warp's rows x columns of dQ. accumulator: [slots * key tiles][tokens of the pass][heads][kDim].
+// One warp's rows x columns of dQ. accumulator: [slots * key tiles][tokens of the
+// pass][heads][kDim].
 template <int kDim, int kM, int kN, class Rows>
 __device__ __forceinline__ void flush_queries(const WorkParams& p, const Unit& unit,
                                               const Rows& rows, int ring,

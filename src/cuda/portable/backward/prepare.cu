@@ -81,10 +81,9 @@ __global__ void __launch_bounds__(kThreads)
     const float lse = *args.lse.at(token, head);
     const bool finite = !bad_query && isfinite(lse);
     // An overflowing delta is not a bad dO.
-    args.constants[row] = {finite ? lse * kLog2e : kNan,
-                           bad_output        ? kInfinity
-                           : isfinite(delta) ? delta
-                                             : kNan};
+    args.constants[row] = {finite ? lse * kLog2e : kNan, bad_output        ? kInfinity
+                                                         : isfinite(delta) ? delta
+                                                                           : kNan};
   }
 }
 
