@@ -1,5 +1,5 @@
-// Hopper sparse forward and backward alone: checked against a naive double-precision kernel, then
-// timed.   gpu_sparse check | time TOKENS [64|16]   prints JSON lines
+// Forward and backward kernels alone: checked against a naive double-precision kernel, then timed.
+//   gpu_sparse sm90|portable check | time TOKENS [64|16]   prints JSON lines
 // TFLOP/s count the main attention's five products of the selected pairs only.
 #include "cuda/common/launch.h"
 #include "cuda/kernel.h"
@@ -221,11 +221,25 @@ double error(const char* name, const T* got, const double* want, size_t n) {
   return result;
 }
 
+struct Implementation {
+  const char* name;
+  const cuda::Kernel<ForwardParams>* forward;
+  const cuda::Kernel<BackwardParams>* backward;
+};
+const Implementation kSm90 = {"sm90", &cuda::sm90::sparse_forward, &cuda::sm90::sparse_backward};
+const Implementation kPortable = {"portable", &cuda::portable::sparse_forward,
+                                  &cuda::portable::sparse_backward};
+// The warm-up as a sparse call of which all blocks are selected: only for checks.
+const Implementation kWarmup = {"warmup", &cuda::portable::warmup_forward,
+                                &cuda::portable::warmup_backward};
+
 struct World {
   Case c;
+  Implementation by;
   std::vector<int> cu;
   BackwardParams params;
   ForwardParams forward;
+  KlParams kl_only;
   Shapes shapes;
   void* workspace = nullptr;
   size_t bytes = 0, forward_bytes = 0, pairs = 0;
@@ -234,7 +248,7 @@ struct World {
   int *ids, *cu_device, *doc_begin;
   bf16 *dq, *dk, *dv, *dqp, *dkp;
 
-  explicit World(const Case& case_) : c(case_) {
+  World(const Case& case_, const Implementation& by_) : c(case_), by(by_) {
     const int T = c.tokens, D = 128;
     cu = c.docs.empty() ? std::vector<int>{0, T} : c.docs;
     auto rows = [&](int h) { return size_t(T) * h * D; };
@@ -319,15 +333,22 @@ struct World {
     if (c.proxy)
       forward.q_proxy = params.q_proxy, forward.k_proxy = params.k_proxy,
       forward.proxy_lse = params.proxy_lse;
-    forward_bytes = cuda::sm90::sparse_forward.workspace_size(forward, shapes);
-    bytes = std::max(forward_bytes, cuda::sm90::sparse_backward.workspace_size(params, shapes));
+    if (by.forward == kWarmup.forward)
+      params.block_indices = forward.block_indices = {};
+    kl_only.problem = params.problem;
+    kl_only.q = params.q, kl_only.k = params.k;
+    kl_only.q_proxy = params.q_proxy, kl_only.k_proxy = params.k_proxy;
+    kl_only.block_indices = params.block_indices;
+    kl_only.lse = params.lse, kl_only.proxy_lse = params.proxy_lse, kl_only.kl = params.kl;
+    forward_bytes = by.forward->workspace_size(forward, shapes);
+    bytes = std::max(forward_bytes, by.backward->workspace_size(params, shapes));
+    if (c.proxy)
+      bytes = std::max(bytes, cuda::portable::proxy_kl.workspace_size(kl_only, shapes));
     workspace = device<char>(bytes);
   }
-  void run() { cuda::sm90::sparse_backward.run(params, shapes, {workspace, bytes}, nullptr); }
-
-  void run_forward() {
-    cuda::sm90::sparse_forward.run(forward, shapes, {workspace, bytes}, nullptr);
-  }
+  void run() { by.backward->run(params, shapes, {workspace, bytes}, nullptr); }
+  void run_forward() { by.forward->run(forward, shapes, {workspace, bytes}, nullptr); }
+  void run_kl() { cuda::portable::proxy_kl.run(kl_only, shapes, {workspace, bytes}, nullptr); }
 
   void check() {
     const int T = c.tokens, D = 128;
@@ -364,7 +385,8 @@ struct World {
     CHECK(cudaFuncSetAttribute(naive, cudaFuncAttributeMaxDynamicSharedMemorySize, int(mem)));
     naive<<<dim3(cu.back(), c.proxy_heads), 256, mem>>>(n);
     CHECK(cudaDeviceSynchronize());
-    std::printf("check T %d heads %d/%d/%d/%d K %d docs %zu:", T, c.q_heads, c.kv_heads,
+    std::printf("check %s%s T %d heads %d/%d/%d/%d K %d docs %zu:", by.name,
+                params.problem.deterministic ? " deterministic" : "", T, c.q_heads, c.kv_heads,
                 c.proxy_heads, c.proxy_kv_heads, c.top_k, cu.size() - 1);
     CHECK(cudaMemset(workspace, 0xff, bytes));
     run_forward();
@@ -398,6 +420,13 @@ struct World {
       error("dq_proxy", dqp, n.dqp, size_t(T) * c.proxy_heads * D);
       error("dk_proxy", dkp, n.dkp, size_t(T) * c.proxy_kv_heads * D);
       error("kl", kl, n.kl, size_t(T) * c.proxy_heads);
+      if (by.forward != kSm90.forward) {
+        CHECK(cudaMemset(workspace, 0xff, bytes));
+        CHECK(cudaMemset(kl, 0xff, size_t(T) * c.proxy_heads * 4));
+        run_kl();
+        CHECK(cudaDeviceSynchronize());
+        error("kl alone", kl, n.kl, size_t(T) * c.proxy_heads);
+      }
     }
     std::printf("\n");
     std::fflush(stdout);
@@ -423,37 +452,58 @@ struct World {
   }
   void time() {
     const double flops = double(pairs) * (c.q_heads / c.proxy_heads) * 128 * 128;
-    auto report = [&](const char* op, double ms, double products, size_t workspace_bytes) {
+    auto report = [&](const std::string& op, double ms, double products, size_t workspace_bytes) {
       std::printf("{\"op\": \"%s\", \"T\": %d, \"heads\": \"%d/%d/%d/%d\", \"proxy\": %d, \"ms\": "
                   "%.3f, \"tflops\": %.1f, "
                   "\"workspace_mib\": %.0f}\n",
-                  op, c.tokens, c.q_heads, c.kv_heads, c.proxy_heads, c.proxy_kv_heads,
+                  op.c_str(), c.tokens, c.q_heads, c.kv_heads, c.proxy_heads, c.proxy_kv_heads,
                   int(c.proxy), ms, products * flops / ms / 1e9, workspace_bytes / 1048576.0);
       std::fflush(stdout);
     };
-    report("sm90 forward", median_ms([&] { run_forward(); }), 4, forward_bytes);
-    report("sm90 backward", median_ms([&] { run(); }), 10, bytes);
+    const std::string name = by.name;
+    report(name + " forward", median_ms([&] { run_forward(); }), 4, forward_bytes);
+    report(name + " backward", median_ms([&] { run(); }), 10, bytes);
   }
 };
 
 } // namespace
 
 int main(int argc, char** argv) {
-  const std::string mode = argc > 1 ? argv[1] : "check";
+  const std::string which = argc > 1 ? argv[1] : "sm90", mode = argc > 2 ? argv[2] : "check";
+  const Implementation by = which == "portable" ? kPortable : kSm90;
   try {
     if (mode == "check") {
-      World({300, 16, 1, 1, 1, 16, {}}).check();
-      World({700, 64, 4, 4, 1, 4, {}}).check();
-      World({1000, 64, 4, 4, 1, 3, {0, 5, 300, 300, 777, 990}}).check();
-      World({1000, 16, 2, 4, 1, 3, {0, 5, 300, 300, 777, 990}}).check();
-      World({1000, 32, 4, 4, 2, 3, {0, 129, 300, 1000}}).check();
-      World({1000, 16, 4, 2, 1, 3, {0, 129, 300, 1000}}).check();
-      World({1000, 64, 4, 4, 1, 3, {}, false}).check();
+      std::vector<Case> cases = {{300, 16, 1, 1, 1, 16, {}},
+                                 {700, 64, 4, 4, 1, 4, {}},
+                                 {1000, 64, 4, 4, 1, 3, {0, 5, 300, 300, 777, 990}},
+                                 {1000, 16, 2, 4, 1, 3, {0, 5, 300, 300, 777, 990}},
+                                 {1000, 32, 4, 4, 2, 3, {0, 129, 300, 1000}},
+                                 {1000, 16, 4, 2, 1, 3, {0, 129, 300, 1000}},
+                                 {1000, 64, 4, 4, 1, 3, {}, false}};
+      if (which == "portable") {
+        cases.push_back({1000, 12, 2, 2, 1, 3, {0, 129, 300, 1000}});
+        cases.push_back({1000, 12, 2, 3, 1, 3, {0, 129, 300, 1000}});
+        cases.push_back({1000, 4, 4, 4, 4, 3, {0, 129, 300, 1000}});
+      }
+      for (const Case& c : cases)
+        World(c, by).check();
+      if (which == "portable") {
+        World deterministic(cases[3], by);
+        deterministic.params.problem.deterministic = true;
+        deterministic.bytes =
+            by.backward->workspace_size(deterministic.params, deterministic.shapes);
+        deterministic.workspace = device<char>(deterministic.bytes);
+        deterministic.check();
+        for (Case c : cases) {
+          c.top_k = 8; // all blocks: what the naive kernel attends to
+          World(c, kWarmup).check();
+        }
+      }
     } else {
-      const int T = argc > 2 ? std::atoi(argv[2]) : 32768;
-      const bool m3 = argc <= 3 || std::string(argv[3]) == "64";
+      const int T = argc > 3 ? std::atoi(argv[3]) : 32768;
+      const bool m3 = argc <= 4 || std::string(argv[4]) == "64";
       for (bool proxy : {false, true}) {
-        World w(m3 ? Case{T, 64, 4, 4, 1, 16, {}, proxy} : Case{T, 16, 2, 4, 1, 16, {}, proxy});
+        World w(m3 ? Case{T, 64, 4, 4, 1, 16, {}, proxy} : Case{T, 16, 2, 4, 1, 16, {}, proxy}, by);
         w.time();
         CHECK(cudaFree(w.workspace));
         for (void* p : {(void*)w.q, (void*)w.dout, (void*)w.out, (void*)w.dq})

@@ -16,8 +16,16 @@ namespace {
 // --- the table: operation x implementation, best first
 // --------------------------------------------
 constexpr const Kernel<SelectParams>* kSelectBlocks[] = {&portable::select_blocks};
-constexpr const Kernel<ForwardParams>* kSparseForward[] = {&portable::sparse_forward};
-constexpr const Kernel<BackwardParams>* kSparseBackward[] = {&portable::sparse_backward};
+constexpr const Kernel<ForwardParams>* kSparseForward[] = {
+#if THRESHER_CUDA_SM90
+    &sm90::sparse_forward,
+#endif
+    &portable::sparse_forward};
+constexpr const Kernel<BackwardParams>* kSparseBackward[] = {
+#if THRESHER_CUDA_SM90
+    &sm90::sparse_backward,
+#endif
+    &portable::sparse_backward};
 constexpr const Kernel<ForwardParams>* kWarmupForward[] = {&portable::warmup_forward};
 constexpr const Kernel<BackwardParams>* kWarmupBackward[] = {&portable::warmup_backward};
 constexpr const Kernel<KlParams>* kProxyKl[] = {&portable::proxy_kl};

@@ -40,6 +40,8 @@ int32_t part_count(const BlockIndex& index, int64_t segments) {
                           kMostParts)));
 }
 
+} // namespace
+
 int32_t heads_sharing(int32_t proxy_heads, int32_t owners) {
   if (owners > 0 && proxy_heads % owners == 0)
     return proxy_heads / owners;
@@ -47,8 +49,6 @@ int32_t heads_sharing(int32_t proxy_heads, int32_t owners) {
     return 1;
   return proxy_heads; // groups cross the borders of owners: one order for all
 }
-
-} // namespace
 
 int32_t suggested_window(const Shapes& shapes) {
   int32_t window = 2048;

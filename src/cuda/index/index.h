@@ -126,6 +126,10 @@ struct BlockIndex {
 // shapes alone.
 int32_t suggested_window(const Shapes& shapes);
 
+// Proxy heads, one after the other, whose items add to the accumulators of one owner (kv head or
+// proxy key head); all of them when groups cross the borders of owners. `order` counts within them.
+int32_t heads_sharing(int32_t proxy_heads, int32_t owners);
+
 // Takes the index's arrays out of the workspace (or measures them) and fills in the sizes.
 BlockIndex carve_index(const Problem& problem, const Shapes& shapes, const IndexOptions& options,
                        WorkspaceCarver& workspace);

@@ -11,17 +11,18 @@
 #pragma once
 
 #include "cuda/common/launch.h"
+#include "cuda/index/geometry.h"
 #include "cuda/portable/backward/config.h"
 
 namespace thresher::cuda::portable::backward {
 
 // Explicitly instantiated in main_*.cu and proxy_*.cu.
-template <class T, int kDim, bool kWide>
+template <class T, int kDim>
 struct MainKernel {
   static KernelPlan plan();
   static void run(const MainParams<T>& params, const KernelPlan& plan, cudaStream_t stream);
 };
-template <class T, int kDim, bool kWide>
+template <class T, int kDim>
 struct ProxyKernel {
   static KernelPlan plan();
   static void run(const ProxyParams<T>& params, const KernelPlan& plan, cudaStream_t stream);
@@ -92,7 +93,7 @@ struct PartialCount {
   int32_t slots = 1, key_tiles = 1;
   const uint8_t* slot_count = nullptr; // [Hp, T]; null: dense
   int32_t all_tokens = 0;
-  int32_t block_size = 0, first_block = 0; // dense
+  int32_t block_size = 0; // dense
 };
 
 struct FinishRows {
@@ -101,8 +102,6 @@ struct FinishRows {
   const int32_t* position;
   PartialCount count;
   const float* partial; // [slots * key_tiles, tokens, heads, padded_dim]
-  float* carry;         // [tokens, heads, padded_dim], sums of earlier rounds; null: there are none
-  bool first, last;     // of the rounds
   float scale;
   const float* dkl_bound; // see PrepareProxyRows; null: none
 };
@@ -114,7 +113,6 @@ struct FinishKl {
   const int32_t* position;
   PartialCount count;
   const float* partial; // [tokens, Hp, slots, key_tiles]
-  bool first;           // later rounds add
   TensorView<float> kl;
 };
 void finish_kl(const FinishKl& args, cudaStream_t stream);
@@ -133,17 +131,23 @@ void finish_keys(const FinishKeys& args, const TensorView<T>& to, cudaStream_t s
 
 // --- dense lists
 // -------------------------------------------------------------------------------------
-// Items of one dense pass: every block of first_block .. first_block + blocks - 1 that a token of
-// the pass sees, with the consecutive tokens that see it. entry_begin is the first of them.
+// The warm-up's work, one pass of tokens at a time: for every proxy head, fragment and block that a
+// token of the pass sees, an item with the consecutive tokens that see it. entry_begin is the first
+// of them, counted from first_token; pairs of an item are as many as the fragment has tokens in the
+// pass.
 struct DenseItems {
-  WorkItem* items;
-  int64_t* pair_begin;
-  int32_t* count;   // [1]
-  int32_t* tickets; // [2] set to 0
+  WorkItem* items;     // [dense_item_bound()]
+  int64_t* pair_begin; // [dense_item_bound()]
+  int32_t* count;      // [1]
+  int32_t* tickets;    // [2] set to 0
+  int32_t* item_base;  // [fragments + 1] of one proxy head
+  int64_t* pair_base;  // [fragments + 1]
+  int32_t proxy_heads, block_size;
 };
-// first_token must be a multiple of index.window_tokens.
-void list_dense_items(const BlockIndex& index, const Geometry& geometry, const DenseItems& to,
-                      int32_t first_token, int32_t tokens, int32_t first_block, int32_t blocks,
-                      cudaStream_t stream);
+// Most items of one proxy head in a pass.
+int64_t dense_item_bound(const Problem& problem, const Shapes& shapes, int32_t block_size);
+// window: number of the pass, whose tokens are one window of the index.
+void list_dense_items(const Geometry& geometry, const DenseItems& to, int32_t first_token,
+                      int32_t tokens, int32_t window, cudaStream_t stream);
 
 } // namespace thresher::cuda::portable::backward

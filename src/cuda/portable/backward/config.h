@@ -13,22 +13,20 @@ namespace thresher::cuda::portable::backward {
 //   S^T = K Q^T        dP^T = V dO^T       keys x rows, kScoreKeyWarps x kScoreRowWarps warps
 //   dV += P^T dO       dK += dS^T Q        keys x columns, kKeyWarps x kColumnWarps warps
 //   dQ = dS K                              rows x columns, kRowWarps x kQueryColumnWarps warps
-// kWide: as many keys as registers hold; otherwise what 99 KB of shared memory hold.
-template <int kDim_, bool kWide_>
+// Shapes fit 99 KB of shared memory (sm_86, sm_89, sm_120), two CTAs an SM where there is more.
+template <int kDim_>
 struct MainConfig {
   static constexpr int kDim = kDim_;
-  static constexpr bool kWide = kWide_;
   static_assert(kDim == 64 || kDim == 128 || kDim == 256, "other dimensions are padded to these");
-  static constexpr int kKeys = kWide ? (kDim <= 128 ? 128 : 64) : (kDim <= 128 ? 64 : 32);
-  static constexpr int kRows = kWide ? 64 : 32;
+  static constexpr int kKeys = kDim <= 128 ? 64 : 32;
+  static constexpr int kRows = 32;
   static constexpr int kWarps = kKeys == 32 ? 4 : 8, kThreads = 32 * kWarps;
-  static constexpr int kStages = !kWide && kDim == 256 ? 1 : 2; // tiles of Q and dO in flight
-  // CTAs an SM, by registers. The narrow shapes leave room for two.
-  static constexpr int kCtas = kWide ? 1 : 2;
+  static constexpr int kStages = kDim == 256 ? 1 : 2; // tiles of Q and dO in flight
+  static constexpr int kCtas = 2;                     // an SM, by registers
 
   static constexpr int kScoreRowWarps = 2, kScoreKeyWarps = kWarps / kScoreRowWarps;
-  static constexpr int kScoreKeys = kKeys / kScoreKeyWarps; // of a warp: 16 or 32
-  static constexpr int kScoreRows = kRows / kScoreRowWarps; // of a warp: 16 or 32
+  static constexpr int kScoreKeys = kKeys / kScoreKeyWarps;
+  static constexpr int kScoreRows = kRows / kScoreRowWarps;
   static constexpr int kKeyWarps = kKeys / 32, kColumnWarps = kWarps / kKeyWarps;
   static constexpr int kColumns = kDim / kColumnWarps;
   static constexpr int kRowWarps = kWarps == 8 ? 2 : 1, kQueryColumnWarps = kWarps / kRowWarps;
@@ -50,13 +48,13 @@ struct MainConfig {
 
 // The proxy's kernel: rows are tokens, and S = Q K^T has them on the rows of the products, as the
 // teacher's rows lie in memory. dQ = dS K and dK += dS^T Q follow.
-template <int kDim_, bool kWide_>
+template <int kDim_>
 struct ProxyConfig {
   static constexpr int kDim = kDim_;
   static_assert(kDim == 64 || kDim == 128 || kDim == 256, "other dimensions are padded to these");
-  static constexpr int kKeys = kWide_ ? 128 : 64, kRows = kWide_ ? 64 : 32;
+  static constexpr int kKeys = 64, kRows = 32;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps, kStages = 2;
-  static constexpr int kCtas = kWide_ ? 1 : 2;
+  static constexpr int kCtas = 2;
 
   static constexpr int kScoreRowWarps = 2, kScoreKeyWarps = 4;
   static constexpr int kScoreRows = kRows / kScoreRowWarps, kScoreKeys = kKeys / kScoreKeyWarps;
@@ -107,6 +105,8 @@ struct ProxyShared {
 
 // The teacher's rows are stored as fp16, times this: P >= 2^-39 / G does not vanish.
 inline constexpr float kTeacherScale = 32768.f;
+// Probabilities are summed over heads as fp16 times this.
+inline constexpr float kPackScale = 16384.f;
 
 // lse of a row with a bad query: NaN. delta of a row with a bad dO: infinity (a NaN delta comes
 // from out alone).
@@ -115,7 +115,6 @@ using RowConstants = float2;
 // What a pass works on: tokens [first_token, first_token + tokens) and the items of its segments.
 struct PassRange {
   int32_t first_token = 0, tokens = 0;
-  int32_t first_block = 0;             // dense lists: slot 0 of the pass
   const int32_t* first_item = nullptr; // null: 0
   const int32_t* last_item = nullptr;
 };
@@ -155,7 +154,7 @@ struct MainParams : WorkParams {
 
   __half* teacher;             // [parts][pairs of the pass][B], keys permuted; null: not wanted
   int64_t teacher_part_stride; // elements
-  float teacher_scale;
+  float teacher_scale;         // kTeacherScale / (kPackScale * G)
 };
 
 // proxy_lse * log2(e) (NaN: the query is bad), dkl times a common scale, 0 or NaN to add to the
@@ -173,12 +172,12 @@ struct ProxyParams : WorkParams {
   const __half* teacher;
   int64_t teacher_part_stride;
 
-  bool gradients;       // dkl is given
-  float* dq;            // [slots][tokens of the pass][Hp][kDim]
-  float* dk;            // [Tk][Hpk][kDim]
-  TensorView<T> dk_out; // where the only unit of a block stores directly
-  float dk_scale;       // proxy_scale
-  const float* common;  // what dkl was multiplied by; null: 1
+  bool gradients;         // dkl is given
+  float* dq;              // [slots][tokens of the pass][Hp][kDim]
+  float* dk;              // [Tk][Hpk][kDim]
+  TensorView<T> dk_out;   // where the only unit of a block stores directly
+  float dk_scale;         // proxy_scale
+  const float* dkl_bound; // see PrepareProxyRows; null: none
 
   float* kl_partial; // [tokens of the pass][Hp][kl_slots][key_tiles]; null: not wanted
   int32_t kl_slots;

@@ -20,7 +20,7 @@ __device__ __forceinline__ int32_t partials_of(const PartialCount& count, int32_
   if (count.slot_count)
     slots = count.slot_count[static_cast<int64_t>(proxy_head) * count.all_tokens + token];
   else
-    slots = max(0, min(count.slots, position / count.block_size + 1 - count.first_block));
+    slots = max(0, min(count.slots, position / count.block_size + 1));
   return slots * count.key_tiles;
 }
 
@@ -55,15 +55,9 @@ __global__ void __launch_bounds__(kThreads) finish_rows_kernel(FinishRows args, 
   const int64_t row_stride = static_cast<int64_t>(args.tokens) * args.heads * args.padded_dim;
   const int64_t place = row * args.padded_dim + quad * 4;
   float4 sum = {0.f, 0.f, 0.f, 0.f};
-  if (!args.first)
-    sum = *reinterpret_cast<const float4*>(args.carry + place);
   for (int32_t n = 0; n < count; ++n) {
     const float4 x = __ldcs(reinterpret_cast<const float4*>(args.partial + n * row_stride + place));
     sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
-  }
-  if (!args.last) {
-    *reinterpret_cast<float4*>(args.carry + place) = sum;
-    return;
   }
   const float scale = result_scale(args.scale, args.dkl_bound);
   write_quad(to.at(token, head), quad, args.dim,
@@ -79,11 +73,10 @@ __global__ void __launch_bounds__(kThreads) finish_kl_kernel(FinishKl args) {
   const int32_t token = args.first_token + local;
   const int32_t count = partials_of(args.count, token, head, __ldg(args.position + token));
   const float* partial = args.partial + row * args.count.slots * args.count.key_tiles;
-  float* to = args.kl.at(token, head);
-  float sum = args.first ? 0.f : *to;
+  float sum = 0.f;
   for (int32_t n = 0; n < count; ++n)
     sum += partial[n];
-  *to = sum;
+  *args.kl.at(token, head) = sum;
 }
 
 template <class T>

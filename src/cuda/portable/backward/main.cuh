@@ -204,17 +204,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas)
   }
 }
 
-template <class T, int kDim, bool kWide>
-KernelPlan MainKernel<T, kDim, kWide>::plan() {
-  using C = MainConfig<kDim, kWide>;
+template <class T, int kDim>
+KernelPlan MainKernel<T, kDim>::plan() {
+  using C = MainConfig<kDim>;
   return plan_kernel(backward_main<T, C>, C::kThreads, sizeof(MainShared<C>), C::kKeys,
                      C::kMaxHeads);
 }
 
-template <class T, int kDim, bool kWide>
-void MainKernel<T, kDim, kWide>::run(const MainParams<T>& params, const KernelPlan& plan,
-                                     cudaStream_t stream) {
-  using C = MainConfig<kDim, kWide>;
+template <class T, int kDim>
+void MainKernel<T, kDim>::run(const MainParams<T>& params, const KernelPlan& plan,
+                              cudaStream_t stream) {
+  using C = MainConfig<kDim>;
   launch("backward main", backward_main<T, C>, dim3(plan.blocks), dim3(C::kThreads),
          sizeof(MainShared<C>), stream, params);
 }

@@ -50,7 +50,7 @@ class RowFeed {
     if (!active())
       return;
     int32_t word = kNoRow;
-    int32_t reach = C::kKeys; // of no row: such a row adds zeros, nothing need be masked
+    int32_t reach = 0;
     if (token_ >= 0) {
       word = token_;
       if (isnan(constants_.x))

@@ -31,8 +31,8 @@ class ScorePiece {
     bool care = false;
     if (lane_ < C::kScoreRows) {
       const int32_t word = shared_.rows.token[ring][first_row_ + lane_];
-      care = (shared_.rows.reach[ring][first_row_ + lane_] & 255) < C::kKeys ||
-             (word >= 0 && (word & (kQueryBad | kOutputBad)) != 0);
+      care = word >= 0 && ((shared_.rows.reach[ring][first_row_ + lane_] & 255) < C::kKeys ||
+                           (word & (kQueryBad | kOutputBad)) != 0);
     }
     return __any_sync(0xffffffffu, care);
   }
@@ -103,7 +103,6 @@ class ScorePiece {
   __device__ __forceinline__ void store_teacher(uint32_t selection, int tokens_per_warp, int pairs,
                                                 float scale, __half* to, int block_size,
                                                 int room) const {
-    constexpr float kPackScale = 16384.f; // P <= 1 fits fp16, P >= 2^-38 does not vanish
     const auto value = [&](int m, int n, int i) {
       const float x = p[m][n][i];
       // A row that is not finite must not spoil the other tokens' sums; its own token is known to
@@ -154,7 +153,6 @@ class ScorePiece {
       }
     }
   }
-  static constexpr float kTeacherFactor = kTeacherScale / 16384.f; // what `scale` must make up for
 
  private:
   // lse and delta of rows 2 q and 2 q + 1 of the n-th eight.

@@ -80,7 +80,7 @@ __device__ __forceinline__ bool take_unit(const WorkParams& p, int32_t ticket, i
     unit.entries = nullptr;
     unit.first_token += static_cast<int32_t>(item.entry_begin);
     unit.first_pair = p.pair_begin[number];
-    unit.slot = item.block_begin / index.block_size - p.pass.first_block;
+    unit.slot = item.block_begin / index.block_size;
   } else {
     unit.entries = index.item_entries(item);
     unit.slot = 0;
@@ -92,14 +92,13 @@ __device__ __forceinline__ bool take_unit(const WorkParams& p, int32_t ticket, i
     unit.first_pair = segment * index.window_tokens * index.top_k + item.entry_begin;
   }
   unit.turn = unit.turn_counter = 0;
-  if (p.turns) {
+  if (p.turns && p.pair_begin) {
+    unit.turn = ticket; // one order for all
+  } else if (p.turns) {
     const int32_t group = item.proxy_head / p.turn_group;
     unit.turn_counter = group * index.rows + item.row;
-    // Dense lists name a block once a head.
-    const int32_t rank = p.pair_begin ? item.proxy_head - group * p.turn_group
-                         : kProxy     ? index.order[number].y
-                                      : index.order[number].x;
-    unit.turn = rank * units + within;
+    const int2 order = index.order[number];
+    unit.turn = (kProxy ? order.y : order.x) * units + within;
   }
   return true;
 }
