@@ -70,24 +70,22 @@ def _operations(device, dtype):
         ups = ups[0], ups[1].double()
     for mode in ("sparse", "warmup"):
         for deterministic in (False, True):
-            extra = {"cu_seqlens": cu_seqlens, "deterministic": deterministic}
-            if mode == "sparse":
-                extra.update(options, block_indices=ids)
             results = []
-            for api in (interface, reference):
-                wide = torch.float64 if api is reference else dtype
-                leaves = [t.to(wide, copy=True).requires_grad_() for t in tensors]
+            # The definition in fp64, which only the CPU takes.
+            for api, place in ((interface, (device, dtype)), (reference, ("cpu", torch.float64))):
+                extra = {"cu_seqlens": cu_seqlens.to(place[0]), "deterministic": deterministic}
+                if mode == "sparse":
+                    extra.update(options, block_indices=ids.to(place[0]))
+                leaves = [t.to(*place, copy=True).requires_grad_() for t in tensors]
                 f = api.msa_attention if mode == "sparse" else api.msa_warmup_attention
                 r = f(*leaves, **extra)
-                g = ups[0].to(wide), ups[1].to(r.kl.dtype)
+                g = ups[0].to(*place), ups[1].to(place[0], r.kl.dtype)
                 torch.autograd.backward([r.out, r.kl], g)
                 real = slice(0, 333)
                 results.append([r.out[real], r.lse[real], r.kl[real], *(t.grad for t in leaves)])
             errors = [
-                float(
-                    (a.detach().double() - b.detach().double()).norm() / b.detach().double().norm()
-                )
-                for a, b in zip(*results)
+                float((a - b).norm() / b.norm())
+                for a, b in zip(*([x.detach().cpu().double() for x in r] for r in results))
             ]
             name = f"{mode}{' deterministic' if deterministic else ''}"
             yield f"{name} forward", max(errors[:3], key=_nan_last)

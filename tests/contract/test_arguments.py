@@ -340,8 +340,9 @@ def test_a_refused_call_writes_nothing(api, device, main_dtype):
 
 
 @pytest.mark.gpu
-def test_shape_that_the_gpu_does_not_cover_says_who_does(api, device, main_dtype):
-    case = make_case(device, main_dtype, lengths=(40,), dim=40)
+@pytest.mark.parametrize("dim", [36, 264])
+def test_shape_that_the_gpu_does_not_cover_says_who_does(api, device, main_dtype, dim):
+    case = make_case(device, main_dtype, lengths=(40,), dim=dim)
     with pytest.raises(ValueError, match=r"(?i)cpu"):
         call(api, case, case.arguments())
 

@@ -103,7 +103,11 @@ struct ProxyShared {
   int32_t next_ticket;
 };
 
-// The teacher's rows are stored as fp16, times this: P >= 2^-39 / G does not vanish.
+// The teacher's rows: fp16, whose rounding is a bf16 gradient's noise; fp16 gradients need more.
+template <class T>
+using Teacher = std::conditional_t<std::is_same_v<T, bf16>, __half, float>;
+
+// They are stored times this: P >= 2^-39 / G does not vanish.
 inline constexpr float kTeacherScale = 32768.f;
 // Probabilities are summed over heads as fp16 times this.
 inline constexpr float kPackScale = 16384.f;
@@ -152,7 +156,7 @@ struct MainParams : WorkParams {
   TensorView<T> dk_out, dv_out; // where the only unit of a block stores directly
   float dk_scale;               // softmax_scale
 
-  __half* teacher;             // [parts][pairs of the pass][B], keys permuted; null: not wanted
+  Teacher<T>* teacher;         // [parts][pairs of the pass][B], keys permuted; null: not wanted
   int64_t teacher_part_stride; // elements
   float teacher_scale;         // kTeacherScale / (kPackScale * G)
 };
@@ -169,7 +173,7 @@ struct ProxyParams : WorkParams {
   const ProxyConstants* constants; // [tokens of the pass, Hp]
   float score_scale;               // proxy_scale * log2(e)
 
-  const __half* teacher;
+  const Teacher<T>* teacher;
   int64_t teacher_part_stride;
 
   bool gradients;         // dkl is given

@@ -58,7 +58,7 @@ struct Plan {
   RowConstants* constants = nullptr;
   ProxyConstants* proxy_constants = nullptr;
   float *dq = nullptr, *dk = nullptr, *dv = nullptr, *dq_proxy = nullptr, *dk_proxy = nullptr;
-  __half* teacher = nullptr;
+  void* teacher = nullptr;
   int64_t teacher_part_stride = 0;
   float* kl_partial = nullptr;
   float* dkl_bound = nullptr; // fp16 only: its gradients need a common scale
@@ -108,7 +108,7 @@ Plan make_plan(const Request& r, const Shapes& s, WorkspaceCarver& workspace) {
   int64_t bytes = s.q_heads * int64_t{sizeof(RowConstants)};
   bytes += dq ? s.q_heads * main_dim * 4 * dq_places : 0;
   if (r.proxy) {
-    bytes += plan.parts * pairs * r.block_size * 2;
+    bytes += plan.parts * pairs * r.block_size * int64_t{sizeof(Teacher<T>)};
     bytes += r.proxy_heads * int64_t{sizeof(ProxyConstants)};
     bytes += dq_proxy ? r.proxy_heads * proxy_dim * 4 * dq_proxy_places : 0;
     bytes += params.kl ? r.proxy_heads * kl_places * 4 : 0;
@@ -161,7 +161,7 @@ Plan make_plan(const Request& r, const Shapes& s, WorkspaceCarver& workspace) {
     plan.proxy_constants = workspace.take<ProxyConstants>(tokens * r.proxy_heads);
     // Lists of the index are spaced by whole windows.
     plan.teacher_part_stride = int64_t{r.dense ? tokens : plan.tokens} * pairs * r.block_size;
-    plan.teacher = workspace.take<__half>(plan.parts * plan.teacher_part_stride);
+    plan.teacher = workspace.take<Teacher<T>>(plan.parts * plan.teacher_part_stride);
     plan.dq_proxy =
         workspace.take<float>(dq_proxy ? tokens * r.proxy_heads * proxy_dim * dq_proxy_places : 0);
     plan.kl_partial = workspace.take<float>(params.kl ? tokens * r.proxy_heads * kl_places : 0);
@@ -232,7 +232,7 @@ void run_passes(const Request& r, const Shapes& s, Plan plan, cudaStream_t strea
   main.dk = plan.dk;
   main.dv = plan.dv;
   main.dk_scale = static_cast<float>(params.problem.softmax_scale);
-  main.teacher = plan.teacher;
+  main.teacher = static_cast<Teacher<T>*>(plan.teacher);
   main.teacher_part_stride = plan.teacher_part_stride;
   main.teacher_scale =
       kTeacherScale / 16384.f * static_cast<float>(r.proxy_heads) / static_cast<float>(s.q_heads);
@@ -250,7 +250,7 @@ void run_passes(const Request& r, const Shapes& s, Plan plan, cudaStream_t strea
   proxy.parts = plan.parts;
   proxy.constants = plan.proxy_constants;
   proxy.score_scale = static_cast<float>(params.problem.proxy_scale * kLog2e);
-  proxy.teacher = plan.teacher;
+  proxy.teacher = main.teacher;
   proxy.teacher_part_stride = plan.teacher_part_stride;
   proxy.gradients = r.proxy_gradients;
   proxy.dq = plan.dq_proxy;

@@ -32,7 +32,7 @@ class ProxyPiece {
   // Scores -> dS in shared memory, KL of this warp's keys beside it. pairs: from the tile's first
   // to the end of the list; teacher: the unit's first key of the tile's first pair.
   __device__ __forceinline__ void differentiate(const ProxyParams<T>& p, int ring, bool bad_keys,
-                                                const __half* teacher, int pairs, int room) {
+                                                const Teacher<T>* teacher, int pairs, int room) {
     constexpr float kLn2 = 0.6931471805599453f, kNan = __builtin_nanf("");
     const int quad = lane_ % 4;
 #pragma unroll
@@ -49,13 +49,9 @@ class ProxyPiece {
           const int key = first_key_ + 16 * n;
           float mean[4] = {0.f, 0.f, 0.f, 0.f};
           if (row < pairs && key < room)
-            for (int part = 0; part < p.parts; ++part) {
-              const uint2 packed = __ldg(reinterpret_cast<const uint2*>(
-                  teacher + part * p.teacher_part_stride +
-                  static_cast<int64_t>(row) * p.index.block_size + key + 4 * quad));
-              const float2 low = ptx::unpack<fp16>(packed.x), high = ptx::unpack<fp16>(packed.y);
-              mean[0] += low.x, mean[1] += low.y, mean[2] += high.x, mean[3] += high.y;
-            }
+            for (int part = 0; part < p.parts; ++part)
+              add_four(mean, teacher + part * p.teacher_part_stride +
+                                 static_cast<int64_t>(row) * p.index.block_size + key + 4 * quad);
           float value[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
@@ -66,9 +62,12 @@ class ProxyPiece {
                 bad ? kNan : fmaf(product, p.score_scale, -constants.x); // base 2
             const float t = fmaf(mean[i], 1.f / kTeacherScale, constants.z);
             const bool visible = own_key < reach;
-            value[i] = visible ? constants.y * (ptx::exp2(log_student) - t) : 0.f;
-            if (visible && t != 0.f)
-              kl = fmaf(t, __log2f(t) - log_student, kl);
+            const float difference = ptx::exp2(log_student) - t;
+            value[i] = visible ? constants.y * difference : 0.f;
+            // Both distributions sum to one, so adding the differences changes nothing; but now
+            // every term is least where t is right, and its rounding does not come through.
+            if (visible)
+              kl += (t != 0.f ? t * (log2f(t) - log_student) * kLn2 : 0.f) + difference;
           }
           if (p.gradients) {
             uint8_t* to = shared_.gradient + quad * 4;
@@ -79,7 +78,7 @@ class ProxyPiece {
           }
         }
         if (p.kl_partial) {
-          const float sum = quad_sum(kl) * kLn2;
+          const float sum = quad_sum(kl);
           if (quad == 0)
             shared_.kl[key_warp_][row] = sum;
         }
@@ -87,6 +86,17 @@ class ProxyPiece {
   }
 
  private:
+  static __device__ __forceinline__ void add_four(float (&sum)[4], const Teacher<T>* from) {
+    if constexpr (std::is_same_v<Teacher<T>, float>) {
+      const float4 x = __ldg(reinterpret_cast<const float4*>(from));
+      sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
+    } else {
+      const uint2 packed = __ldg(reinterpret_cast<const uint2*>(from));
+      const float2 low = ptx::unpack<fp16>(packed.x), high = ptx::unpack<fp16>(packed.y);
+      sum[0] += low.x, sum[1] += low.y, sum[2] += high.x, sum[3] += high.y;
+    }
+  }
+
   ProxyShared<C>& shared_;
   int lane_, first_row_, first_key_, key_warp_;
 };

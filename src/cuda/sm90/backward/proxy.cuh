@@ -121,14 +121,17 @@ class ProxyBackward {
           const float log_student =
               fmaf(scores[2 * n + (i >> 1)][2 * h + (i & 1)], scale, facts.minus_lse); // base 2
           const float t = mean[i] * (1.f / kTeacherScale);
-          value[i] = visible ? facts.gradient * (ptx::exp2(log_student) - t) : 0.f;
-          if (visible && t != 0.f)
-            kl[h] = fmaf(t, __log2f(t) - log_student, kl[h]);
+          const float difference = ptx::exp2(log_student) - t;
+          value[i] = visible ? facts.gradient * difference : 0.f;
+          // Both distributions sum to one, so adding the differences changes nothing; but now every
+          // term is least where t is right, and its rounding does not come through.
+          if (visible)
+            kl[h] += (t != 0.f ? t * (__log2f(t) - log_student) * kLn2 : 0.f) + difference;
         }
         ds[n][h] = ptx::pack<T>(value[0], value[1]);
         ds[n][2 + h] = ptx::pack<T>(value[2], value[3]);
       }
-      const float sum = quad_sum(kl[h]) * kLn2;
+      const float sum = quad_sum(kl[h]);
       if (p_.kl_partial && (lane_ & 3) == 0 && facts.token >= 0)
         p_.kl_partial[pass_row(facts.token, feed.info().item.proxy_head) * p_.index.top_k +
                       facts.slot] = sum;
