@@ -43,8 +43,8 @@ KernelPlan plan_kernel(Kernel kernel, int threads, size_t shared_bytes, int keys
 // --- row constants
 // ----------------------------------------------------------------------------------
 struct PrepareRows {
+  BlockIndex index;
   int32_t first_token, tokens, heads, dim;
-  const int32_t* position; // of all tokens
   TensorView<const float> lse;
   RowConstants* constants; // [tokens, heads]
   float* clear;            // [tokens, heads, padded_dim], set to 0; null: nothing
@@ -57,13 +57,13 @@ void prepare_rows(const PrepareRows& args, const TensorView<const T>& q,
                   cudaStream_t stream);
 
 struct PrepareProxyRows {
+  BlockIndex index;
   int32_t first_token, tokens, heads, dim, group; // group: G
-  const int32_t* position;
-  TensorView<const float> lse, dkl; // dkl may be absent
-  const RowConstants* main;         // [tokens, heads * group]
-  const float* dkl_bound;           // max |dkl|; null: dkl is taken as it is
-  ProxyConstants* constants;        // [tokens, heads]
-  float* clear;                     // [tokens, heads, padded_dim], set to 0; null: nothing
+  TensorView<const float> lse, dkl;               // dkl may be absent
+  const RowConstants* main;                       // [tokens, heads * group]
+  const float* dkl_bound;                         // max |dkl|; null: dkl is taken as it is
+  ProxyConstants* constants;                      // [tokens, heads]
+  float* clear; // [tokens, heads, padded_dim], set to 0; null: nothing
   int32_t padded_dim;
 };
 template <class T>
@@ -71,8 +71,11 @@ void prepare_proxy_rows(const PrepareProxyRows& args, const TensorView<const T>&
                         cudaStream_t stream);
 
 // bound = max |dkl| over finite values of tokens with a key. Zero before.
-void bound_dkl(const TensorView<const float>& dkl, const int32_t* position, int32_t tokens,
-               int32_t heads, float* bound, cudaStream_t stream);
+void bound_dkl(const TensorView<const float>& dkl, const BlockIndex& index, int32_t heads,
+               float* bound, cudaStream_t stream);
+
+// Zeros, unless the index is idle.
+void clear_sums(const BlockIndex& index, void* from, size_t bytes, cudaStream_t stream);
 
 // The power of two that brings dkl times a difference of probabilities into the middle of fp16's
 // range, from max |dkl|.
@@ -91,15 +94,13 @@ THRESHER_HOST_DEVICE float common_scale(float bound) {
 // slots; times key tiles. slots 1: one, where reductions met.
 struct PartialCount {
   int32_t slots = 1, key_tiles = 1;
-  const uint8_t* slot_count = nullptr; // [Hp, T]; null: dense
-  int32_t all_tokens = 0;
-  int32_t block_size = 0; // dense
+  bool dense = false;
 };
 
 struct FinishRows {
+  BlockIndex index;
   int32_t first_token, tokens, heads, dim, padded_dim;
   int32_t heads_per_proxy; // heads that share a proxy head's slots
-  const int32_t* position;
   PartialCount count;
   const float* partial; // [slots * key_tiles, tokens, heads, padded_dim]
   float scale;
@@ -109,8 +110,8 @@ template <class T>
 void finish_rows(const FinishRows& args, const TensorView<T>& to, cudaStream_t stream);
 
 struct FinishKl {
+  BlockIndex index;
   int32_t first_token, tokens, proxy_heads;
-  const int32_t* position;
   PartialCount count;
   const float* partial; // [tokens, Hp, slots, key_tiles]
   TensorView<float> kl;
@@ -149,5 +150,15 @@ int64_t dense_item_bound(const Problem& problem, const Shapes& shapes, int32_t b
 // window: number of the pass, whose tokens are one window of the index.
 void list_dense_items(const Geometry& geometry, const DenseItems& to, int32_t first_token,
                       int32_t tokens, int32_t window, cudaStream_t stream);
+
+// --- the operation
+// -----------------------------------------------------------------------------------
+// `index`: already built, and read only (null: the call builds its own). With a gate in it, the
+// call changes nothing where the gate is zero: a faster kernel's way out for inputs that are not
+// finite.
+size_t backward_workspace_size(const BackwardParams& params, const Shapes& shapes,
+                               const BlockIndex* index);
+void run_backward(const BackwardParams& params, const Shapes& shapes, const Workspace& workspace,
+                  const BlockIndex* index, cudaStream_t stream);
 
 } // namespace thresher::cuda::portable::backward

@@ -103,13 +103,9 @@ struct ProxyShared {
   int32_t next_ticket;
 };
 
-// The teacher's rows: fp16, whose rounding is a bf16 gradient's noise; fp16 gradients need more.
-template <class T>
-using Teacher = std::conditional_t<std::is_same_v<T, bf16>, __half, float>;
-
-// They are stored times this: P >= 2^-39 / G does not vanish.
+// The teacher's rows are stored as floats times this.
 inline constexpr float kTeacherScale = 32768.f;
-// Probabilities are summed over heads as fp16 times this.
+// Probabilities are summed over heads as the sum of two fp16 numbers, times this.
 inline constexpr float kPackScale = 16384.f;
 
 // lse of a row with a bad query: NaN. delta of a row with a bad dO: infinity (a NaN delta comes
@@ -156,7 +152,7 @@ struct MainParams : WorkParams {
   TensorView<T> dk_out, dv_out; // where the only unit of a block stores directly
   float dk_scale;               // softmax_scale
 
-  Teacher<T>* teacher;         // [parts][pairs of the pass][B], keys permuted; null: not wanted
+  float* teacher;              // [parts][pairs of the pass][B], keys permuted; null: not wanted
   int64_t teacher_part_stride; // elements
   float teacher_scale;         // kTeacherScale / (kPackScale * G)
 };
@@ -173,7 +169,7 @@ struct ProxyParams : WorkParams {
   const ProxyConstants* constants; // [tokens of the pass, Hp]
   float score_scale;               // proxy_scale * log2(e)
 
-  const Teacher<T>* teacher;
+  const float* teacher;
   int64_t teacher_part_stride;
 
   bool gradients;         // dkl is given

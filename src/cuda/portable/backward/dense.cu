@@ -8,7 +8,7 @@
 namespace thresher::cuda::portable::backward {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = 512;
 
 // A fragment's share of a pass.
 struct Share {

@@ -10,17 +10,16 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__device__ __forceinline__ int32_t partials_of(const PartialCount& count, int32_t token,
-                                               int32_t proxy_head, int32_t position) {
+__device__ __forceinline__ int32_t partials_of(const BlockIndex& index, const PartialCount& count,
+                                               int32_t token, int32_t proxy_head) {
+  const int32_t position = __ldg(index.position + token);
   if (position < 0)
     return 0;
   if (count.slots == 1)
     return 1; // of reductions
-  int32_t slots;
-  if (count.slot_count)
-    slots = count.slot_count[static_cast<int64_t>(proxy_head) * count.all_tokens + token];
-  else
-    slots = max(0, min(count.slots, position / count.block_size + 1));
+  const int32_t slots =
+      count.dense ? position / index.block_size + 1
+                  : index.slot_count[static_cast<int64_t>(proxy_head) * index.tokens + token];
   return slots * count.key_tiles;
 }
 
@@ -41,6 +40,8 @@ __device__ __forceinline__ float result_scale(float scale, const float* dkl_boun
 // A thread a quad of columns.
 template <class T>
 __global__ void __launch_bounds__(kThreads) finish_rows_kernel(FinishRows args, TensorView<T> to) {
+  if (args.index.idle())
+    return;
   const int32_t quads = args.padded_dim / 4;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t row = i / quads;
@@ -50,8 +51,7 @@ __global__ void __launch_bounds__(kThreads) finish_rows_kernel(FinishRows args, 
     return;
   const int32_t head = static_cast<int32_t>(row - static_cast<int64_t>(local) * args.heads);
   const int32_t token = args.first_token + local;
-  const int32_t position = __ldg(args.position + token);
-  const int32_t count = partials_of(args.count, token, head / args.heads_per_proxy, position);
+  const int32_t count = partials_of(args.index, args.count, token, head / args.heads_per_proxy);
   const int64_t row_stride = static_cast<int64_t>(args.tokens) * args.heads * args.padded_dim;
   const int64_t place = row * args.padded_dim + quad * 4;
   float4 sum = {0.f, 0.f, 0.f, 0.f};
@@ -65,13 +65,15 @@ __global__ void __launch_bounds__(kThreads) finish_rows_kernel(FinishRows args, 
 }
 
 __global__ void __launch_bounds__(kThreads) finish_kl_kernel(FinishKl args) {
+  if (args.index.idle())
+    return;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int32_t local = static_cast<int32_t>(row / args.proxy_heads);
   if (local >= args.tokens)
     return;
   const int32_t head = static_cast<int32_t>(row % args.proxy_heads);
   const int32_t token = args.first_token + local;
-  const int32_t count = partials_of(args.count, token, head, __ldg(args.position + token));
+  const int32_t count = partials_of(args.index, args.count, token, head);
   const float* partial = args.partial + row * args.count.slots * args.count.key_tiles;
   float sum = 0.f;
   for (int32_t n = 0; n < count; ++n)
@@ -81,6 +83,8 @@ __global__ void __launch_bounds__(kThreads) finish_kl_kernel(FinishKl args) {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) finish_keys_kernel(FinishKeys args, TensorView<T> to) {
+  if (args.index.idle())
+    return;
   const int32_t quads = args.padded_dim / 4;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t row = i / quads;

@@ -58,7 +58,7 @@ struct Plan {
   RowConstants* constants = nullptr;
   ProxyConstants* proxy_constants = nullptr;
   float *dq = nullptr, *dk = nullptr, *dv = nullptr, *dq_proxy = nullptr, *dk_proxy = nullptr;
-  void* teacher = nullptr;
+  float* teacher = nullptr;
   int64_t teacher_part_stride = 0;
   float* kl_partial = nullptr;
   float* dkl_bound = nullptr; // fp16 only: its gradients need a common scale
@@ -79,7 +79,8 @@ void with_proxy(const Shapes& s, F&& f) {
 }
 
 template <class T>
-Plan make_plan(const Request& r, const Shapes& s, WorkspaceCarver& workspace) {
+Plan make_plan(const Request& r, const Shapes& s, const BlockIndex* given,
+               WorkspaceCarver& workspace) {
   const BackwardParams& params = r.params;
   const bool deterministic = params.problem.deterministic;
   Plan plan;
@@ -108,7 +109,7 @@ Plan make_plan(const Request& r, const Shapes& s, WorkspaceCarver& workspace) {
   int64_t bytes = s.q_heads * int64_t{sizeof(RowConstants)};
   bytes += dq ? s.q_heads * main_dim * 4 * dq_places : 0;
   if (r.proxy) {
-    bytes += plan.parts * pairs * r.block_size * int64_t{sizeof(Teacher<T>)};
+    bytes += plan.parts * pairs * r.block_size * int64_t{sizeof(float)};
     bytes += r.proxy_heads * int64_t{sizeof(ProxyConstants)};
     bytes += dq_proxy ? r.proxy_heads * proxy_dim * 4 * dq_proxy_places : 0;
     bytes += params.kl ? r.proxy_heads * kl_places * 4 : 0;
@@ -130,7 +131,7 @@ Plan make_plan(const Request& r, const Shapes& s, WorkspaceCarver& workspace) {
     while (options.window_tokens > kLeastTokens && options.window_tokens * bytes > kPassBytes)
       options.window_tokens /= 2;
   }
-  plan.index = carve_index(params.problem, index_shapes, options, workspace);
+  plan.index = given ? *given : carve_index(params.problem, index_shapes, options, workspace);
   const int64_t window = plan.index.window_tokens;
   const int64_t windows = r.dense ? 1
                                   : std::clamp<int64_t>(kPassBytes / (window * bytes), 1,
@@ -161,7 +162,7 @@ Plan make_plan(const Request& r, const Shapes& s, WorkspaceCarver& workspace) {
     plan.proxy_constants = workspace.take<ProxyConstants>(tokens * r.proxy_heads);
     // Lists of the index are spaced by whole windows.
     plan.teacher_part_stride = int64_t{r.dense ? tokens : plan.tokens} * pairs * r.block_size;
-    plan.teacher = workspace.take<Teacher<T>>(plan.parts * plan.teacher_part_stride);
+    plan.teacher = workspace.take<float>(plan.parts * plan.teacher_part_stride);
     plan.dq_proxy =
         workspace.take<float>(dq_proxy ? tokens * r.proxy_heads * proxy_dim * dq_proxy_places : 0);
     plan.kl_partial = workspace.take<float>(params.kl ? tokens * r.proxy_heads * kl_places : 0);
@@ -182,7 +183,7 @@ Plan make_plan(const Request& r, const Shapes& s, WorkspaceCarver& workspace) {
 }
 
 template <class T>
-void run_passes(const Request& r, const Shapes& s, Plan plan, cudaStream_t stream) {
+void run_passes(const Request& r, const Shapes& s, Plan plan, bool build, cudaStream_t stream) {
   const BackwardParams& params = r.params;
   const BlockIndex& index = plan.index;
   const Geometry geometry = make_geometry(params.problem, s);
@@ -193,14 +194,13 @@ void run_passes(const Request& r, const Shapes& s, Plan plan, cudaStream_t strea
     check(cudaMemsetAsync(index.scratch.cleared, 0, index.scratch.cleared_bytes, stream),
           "clear index");
     describe_tokens(index, geometry, stream);
-  } else {
-    Shapes index_shapes = s;
-    build_index(index, params.problem, index_shapes, params.block_indices, stream);
+  } else if (build) {
+    build_index(index, params.problem, s, params.block_indices, stream);
   }
-  check(cudaMemsetAsync(plan.cleared, 0, plan.cleared_bytes, stream), "clear backward sums");
+  clear_sums(index, plan.cleared, plan.cleared_bytes, stream);
   const auto dkl = tensor_view<const float>(params.dkl, false);
   if (plan.dkl_bound)
-    bound_dkl(dkl, index.position, tokens_in_all, r.proxy_heads, plan.dkl_bound, stream);
+    bound_dkl(dkl, index, r.proxy_heads, plan.dkl_bound, stream);
 
   const bool several = plan.passes > 1 || plan.chunks > 1 || r.dense;
   MainParams<T> main = {};
@@ -232,7 +232,7 @@ void run_passes(const Request& r, const Shapes& s, Plan plan, cudaStream_t strea
   main.dk = plan.dk;
   main.dv = plan.dv;
   main.dk_scale = static_cast<float>(params.problem.softmax_scale);
-  main.teacher = static_cast<Teacher<T>*>(plan.teacher);
+  main.teacher = plan.teacher;
   main.teacher_part_stride = plan.teacher_part_stride;
   main.teacher_scale =
       kTeacherScale / 16384.f * static_cast<float>(r.proxy_heads) / static_cast<float>(s.q_heads);
@@ -288,7 +288,7 @@ void run_passes(const Request& r, const Shapes& s, Plan plan, cudaStream_t strea
       range.last_item = index.segment_items + last_window * r.proxy_heads;
     }
 
-    PrepareRows rows = {first_token, tokens, s.q_heads, s.dim, index.position};
+    PrepareRows rows = {index, first_token, tokens, s.q_heads, s.dim};
     rows.lse = tensor_view<const float>(params.lse, false);
     rows.constants = plan.constants;
     rows.clear = plan.slots == 1 ? plan.dq : nullptr;
@@ -302,13 +302,10 @@ void run_passes(const Request& r, const Shapes& s, Plan plan, cudaStream_t strea
 
     PartialCount count;
     count.slots = plan.slots;
-    count.slot_count = r.dense ? nullptr : index.slot_count;
-    count.all_tokens = tokens_in_all;
-    count.block_size = kDenseBlock;
+    count.dense = r.dense;
     if (plan.dq) {
-      FinishRows finish = {first_token, tokens, s.q_heads, s.dim, main_dim};
+      FinishRows finish = {index, first_token, tokens, s.q_heads, s.dim, main_dim};
       finish.heads_per_proxy = s.q_heads / r.proxy_heads;
-      finish.position = index.position;
       finish.count = count;
       finish.count.key_tiles = plan.key_tiles;
       finish.partial = plan.dq;
@@ -319,9 +316,8 @@ void run_passes(const Request& r, const Shapes& s, Plan plan, cudaStream_t strea
     if (!r.proxy)
       continue;
 
-    PrepareProxyRows proxy_rows = {first_token, tokens, r.proxy_heads, s.proxy_dim,
-                                   s.q_heads / r.proxy_heads};
-    proxy_rows.position = index.position;
+    PrepareProxyRows proxy_rows = {index,         first_token, tokens,
+                                   r.proxy_heads, s.proxy_dim, s.q_heads / r.proxy_heads};
     proxy_rows.lse = tensor_view<const float>(params.proxy_lse, false);
     proxy_rows.dkl = dkl;
     proxy_rows.main = plan.constants;
@@ -332,9 +328,8 @@ void run_passes(const Request& r, const Shapes& s, Plan plan, cudaStream_t strea
     prepare_proxy_rows<T>(proxy_rows, proxy.q, stream);
     with_proxy<T>(s, [&]<class Kernel>() { Kernel::run(proxy, plan.proxy, stream); });
     if (plan.dq_proxy) {
-      FinishRows finish = {first_token, tokens, r.proxy_heads, s.proxy_dim, proxy_dim};
+      FinishRows finish = {index, first_token, tokens, r.proxy_heads, s.proxy_dim, proxy_dim};
       finish.heads_per_proxy = 1;
-      finish.position = index.position;
       finish.count = count;
       finish.count.key_tiles = plan.proxy_key_tiles;
       finish.partial = plan.dq_proxy;
@@ -343,7 +338,7 @@ void run_passes(const Request& r, const Shapes& s, Plan plan, cudaStream_t strea
       finish_rows(finish, tensor_view<T>(params.dq_proxy), stream);
     }
     if (plan.kl_partial) {
-      FinishKl finish = {first_token, tokens, r.proxy_heads, index.position};
+      FinishKl finish = {index, first_token, tokens, r.proxy_heads};
       finish.count = count;
       finish.count.slots = plan.kl_slots;
       finish.count.key_tiles = plan.proxy_key_tiles;
@@ -387,24 +382,27 @@ void clear_rows(const Tensor& tensor, int64_t rows, int32_t heads, int32_t dim, 
   finish_keys(zeros, tensor_view<T>(tensor), stream);
 }
 
-size_t measure(const BackwardParams& params, const Shapes& shapes) {
+} // namespace
+
+size_t backward_workspace_size(const BackwardParams& params, const Shapes& shapes,
+                               const BlockIndex* index) {
   size_t bytes = 0;
   with_dtype(shapes.dtype, [&]<class T>() {
     WorkspaceCarver carver;
-    make_plan<T>(make_request(params, shapes), shapes, carver);
+    make_plan<T>(make_request(params, shapes), shapes, index, carver);
     bytes = carver.bytes();
   });
   return bytes;
 }
 
-void run(const BackwardParams& params, const Shapes& shapes, const Workspace& workspace,
-         cudaStream_t stream) {
+void run_backward(const BackwardParams& params, const Shapes& shapes, const Workspace& workspace,
+                  const BlockIndex* index, cudaStream_t stream) {
   const Request request = make_request(params, shapes);
   with_dtype(shapes.dtype, [&]<class T>() {
     WorkspaceCarver carver(workspace.data);
-    const Plan plan = make_plan<T>(request, shapes, carver);
+    const Plan plan = make_plan<T>(request, shapes, index, carver);
     if (request.main || request.proxy)
-      run_passes<T>(request, shapes, plan, stream);
+      run_passes<T>(request, shapes, plan, !index, stream);
     if (!params.dout) {
       if (params.dq)
         clear_rows<T>(params.dq, shapes.tokens, shapes.q_heads, shapes.dim, plan, stream);
@@ -423,6 +421,8 @@ void run(const BackwardParams& params, const Shapes& shapes, const Workspace& wo
   });
 }
 
+namespace {
+
 // Exact KL rows are the proxy kernel's by-product.
 BackwardParams as_backward(const KlParams& params) {
   BackwardParams backward = {};
@@ -440,6 +440,14 @@ BackwardParams as_backward(const KlParams& params) {
 
 std::string takes_all(const BackwardParams&, const Shapes&, const DeviceFacts&) {
   return "";
+}
+
+size_t measure(const BackwardParams& params, const Shapes& shapes) {
+  return backward_workspace_size(params, shapes, nullptr);
+}
+void run(const BackwardParams& params, const Shapes& shapes, const Workspace& workspace,
+         cudaStream_t stream) {
+  run_backward(params, shapes, workspace, nullptr, stream);
 }
 
 } // namespace

@@ -16,20 +16,21 @@ namespace thresher::cuda::portable::backward {
 template <class T, class C>
 __device__ __forceinline__ void clear_teacher(const MainParams<T>& p, const Unit& unit) {
   const int32_t keys = min(C::kKeys, p.index.block_size - unit.key_offset);
-  Teacher<T>* to = p.teacher + unit.part * p.teacher_part_stride +
-                   unit.first_pair * p.index.block_size + unit.key_offset;
-  constexpr int kTogether = 16 / sizeof(Teacher<T>);
-  const int32_t chunks = keys / kTogether;
+  float* to = p.teacher + unit.part * p.teacher_part_stride + unit.first_pair * p.index.block_size +
+              unit.key_offset;
+  const int32_t chunks = keys / 4;
   for (int32_t i = threadIdx.x; i < unit.count * chunks; i += C::kThreads) {
     const int32_t pair = i / chunks, chunk = i - pair * chunks;
-    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(pair) * p.index.block_size +
-                              chunk * kTogether) = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(pair) * p.index.block_size + chunk * 4) =
+        make_uint4(0, 0, 0, 0);
   }
 }
 
 template <class T, class C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas)
     backward_main(const __grid_constant__ MainParams<T> p) {
+  if (p.index.idle())
+    return;
   extern __shared__ __align__(128) uint8_t main_memory[];
   using Shared = MainShared<C>;
   Shared& shared = *reinterpret_cast<Shared*>(main_memory);
@@ -138,8 +139,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas)
           score.template softmax<false>(ring, p.score_scale, false);
         if (p.teacher) {
           const int first_pair = tile * layout.tokens_per_tile;
-          Teacher<T>* to = p.teacher + unit.part * p.teacher_part_stride +
-                           (unit.first_pair + first_pair) * p.index.block_size + unit.key_offset;
+          float* to = p.teacher + unit.part * p.teacher_part_stride +
+                      (unit.first_pair + first_pair) * p.index.block_size + unit.key_offset;
           const int32_t room = p.index.block_size - unit.key_offset;
           if (careful)
             score.template store_teacher<true>(selection, layout.tokens_per_warp,

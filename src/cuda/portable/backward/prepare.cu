@@ -51,6 +51,8 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     prepare_rows_kernel(PrepareRows args, TensorView<const T> q, TensorView<const T> out,
                         TensorView<const T> dout) {
+  if (args.index.idle())
+    return;
   const int lane = threadIdx.x % kLanes;
   const int64_t rows = static_cast<int64_t>(args.tokens) * args.heads;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t token = args.first_token + local;
   const int32_t head = static_cast<int32_t>(row - static_cast<int64_t>(local) * args.heads);
   // Padding and rows without a key are in no list.
-  const bool real = row < rows && __ldg(args.position + token) >= 0;
+  const bool real = row < rows && __ldg(args.index.position + token) >= 0;
   bool bad_query = false, bad_output = false;
   float delta = 0.f;
   if (real) {
@@ -90,13 +92,15 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     prepare_proxy_kernel(PrepareProxyRows args, TensorView<const T> q) {
+  if (args.index.idle())
+    return;
   const int lane = threadIdx.x % kLanes;
   const int64_t rows = static_cast<int64_t>(args.tokens) * args.heads;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const int32_t local = row < rows ? static_cast<int32_t>(row / args.heads) : 0;
   const int32_t token = args.first_token + local;
   const int32_t head = static_cast<int32_t>(row - static_cast<int64_t>(local) * args.heads);
-  const bool real = row < rows && __ldg(args.position + token) >= 0;
+  const bool real = row < rows && __ldg(args.index.position + token) >= 0;
   bool bad_query = false, bad_teacher = false;
   if (real) {
     for (int chunk = lane * 8; chunk < args.dim; chunk += kLanes * 8)
@@ -119,14 +123,15 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    bound_dkl_kernel(TensorView<const float> dkl, const int32_t* position, int32_t tokens,
-                     int32_t heads, float* bound) {
+    bound_dkl_kernel(TensorView<const float> dkl, BlockIndex index, int32_t heads, float* bound) {
+  if (index.idle())
+    return;
   float largest = 0.f;
-  const int64_t rows = static_cast<int64_t>(tokens) * heads;
+  const int64_t rows = static_cast<int64_t>(index.tokens) * heads;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; row < rows;
        row += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int32_t token = static_cast<int32_t>(row / heads);
-    if (__ldg(position + token) < 0)
+    if (__ldg(index.position + token) < 0)
       continue;
     const float x = fabsf(*dkl.at(token, static_cast<int32_t>(row % heads)));
     if (isfinite(x))
@@ -137,6 +142,15 @@ __global__ void __launch_bounds__(kThreads)
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
   if (threadIdx.x % 32 == 0) // non-negative floats compare like their bits
     atomicMax(reinterpret_cast<int32_t*>(bound), __float_as_int(largest));
+}
+
+__global__ void __launch_bounds__(kThreads)
+    clear_kernel(BlockIndex index, uint4* to, int64_t count) {
+  if (index.idle())
+    return;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * kThreads)
+    to[i] = make_uint4(0, 0, 0, 0);
 }
 
 dim3 grid_of(int64_t rows) {
@@ -162,10 +176,15 @@ void prepare_proxy_rows(const PrepareProxyRows& args, const TensorView<const T>&
          q);
 }
 
-void bound_dkl(const TensorView<const float>& dkl, const int32_t* position, int32_t tokens,
-               int32_t heads, float* bound, cudaStream_t stream) {
+void bound_dkl(const TensorView<const float>& dkl, const BlockIndex& index, int32_t heads,
+               float* bound, cudaStream_t stream) {
   launch("backward bound_dkl", bound_dkl_kernel, dim3(device_facts().sm_count), dim3(kThreads), 0,
-         stream, dkl, position, tokens, heads, bound);
+         stream, dkl, index, heads, bound);
+}
+
+void clear_sums(const BlockIndex& index, void* from, size_t bytes, cudaStream_t stream) {
+  launch("backward clear_sums", clear_kernel, dim3(device_facts().sm_count * 4), dim3(kThreads), 0,
+         stream, index, static_cast<uint4*>(from), static_cast<int64_t>(bytes / sizeof(uint4)));
 }
 
 #define THRESHER_INSTANTIATE(T)                                                                    \

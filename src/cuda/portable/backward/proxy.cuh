@@ -32,8 +32,8 @@ class ProxyPiece {
   // Scores -> dS in shared memory, KL of this warp's keys beside it. pairs: from the tile's first
   // to the end of the list; teacher: the unit's first key of the tile's first pair.
   __device__ __forceinline__ void differentiate(const ProxyParams<T>& p, int ring, bool bad_keys,
-                                                const Teacher<T>* teacher, int pairs, int room) {
-    constexpr float kLn2 = 0.6931471805599453f, kNan = __builtin_nanf("");
+                                                const float* teacher, int pairs, int room) {
+    constexpr float kLn2 = 0.6931471805599453f, kNan = __builtin_nanf(""), kTiny = 1e-37f;
     const int quad = lane_ % 4;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -43,7 +43,7 @@ class ProxyPiece {
         const float4 constants = shared_.rows.constants[ring][row];
         const bool real = shared_.rows.token[ring][row] >= 0;
         const int reach = real ? shared_.rows.reach[ring][row] & 255 : 0;
-        float kl = 0.f;
+        float kl = 0.f, kl2 = 0.f; // kl2: in units of ln 2
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
           const int key = first_key_ + 16 * n;
@@ -61,13 +61,13 @@ class ProxyPiece {
             const float log_student =
                 bad ? kNan : fmaf(product, p.score_scale, -constants.x); // base 2
             const float t = fmaf(mean[i], 1.f / kTeacherScale, constants.z);
-            const bool visible = own_key < reach;
-            const float difference = ptx::exp2(log_student) - t;
-            value[i] = visible ? constants.y * difference : 0.f;
+            const float difference = own_key < reach ? ptx::exp2(log_student) - t : 0.f;
+            value[i] = constants.y * difference;
             // Both distributions sum to one, so adding the differences changes nothing; but now
-            // every term is least where t is right, and its rounding does not come through.
-            if (visible)
-              kl += (t != 0.f ? t * (log2f(t) - log_student) * kLn2 : 0.f) + difference;
+            // every term is least where t is right, and its rounding does not come through. (t is 0
+            // where the key is not visible.)
+            kl += difference;
+            kl2 = fmaf(t, log2f(fmaxf(t, kTiny)) - log_student, kl2);
           }
           if (p.gradients) {
             uint8_t* to = shared_.gradient + quad * 4;
@@ -78,7 +78,7 @@ class ProxyPiece {
           }
         }
         if (p.kl_partial) {
-          const float sum = quad_sum(kl);
+          const float sum = quad_sum(fmaf(kl2, kLn2, kl));
           if (quad == 0)
             shared_.kl[key_warp_][row] = sum;
         }
@@ -86,15 +86,9 @@ class ProxyPiece {
   }
 
  private:
-  static __device__ __forceinline__ void add_four(float (&sum)[4], const Teacher<T>* from) {
-    if constexpr (std::is_same_v<Teacher<T>, float>) {
-      const float4 x = __ldg(reinterpret_cast<const float4*>(from));
-      sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
-    } else {
-      const uint2 packed = __ldg(reinterpret_cast<const uint2*>(from));
-      const float2 low = ptx::unpack<fp16>(packed.x), high = ptx::unpack<fp16>(packed.y);
-      sum[0] += low.x, sum[1] += low.y, sum[2] += high.x, sum[3] += high.y;
-    }
+  static __device__ __forceinline__ void add_four(float (&sum)[4], const float* from) {
+    const float4 x = __ldg(reinterpret_cast<const float4*>(from));
+    sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
   }
 
   ProxyShared<C>& shared_;
@@ -124,6 +118,8 @@ __device__ __forceinline__ void store_kl(const ProxyParams<T>& p, const ProxySha
 template <class T, class C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas)
     backward_proxy(const __grid_constant__ ProxyParams<T> p) {
+  if (p.index.idle())
+    return;
   extern __shared__ __align__(128) uint8_t proxy_memory[];
   using Shared = ProxyShared<C>;
   Shared& shared = *reinterpret_cast<Shared*>(proxy_memory);
@@ -156,7 +152,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas)
   const WideRowsFirst k_of_dq(k_tile, 0, query_column / 16, lane);
 
   const auto load_tile = [&](const Unit& unit, int ring, int stage) {
-    load_rows<C>(p, unit, shared.rows, ring, p.q, 0, shared.q[stage]);
+    load_rows<C>(p, unit, shared.rows, ring, p.q, kQueryBad, shared.q[stage]);
     ptx::copy_async_commit();
   };
 

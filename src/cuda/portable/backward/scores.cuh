@@ -93,7 +93,7 @@ class ScorePiece {
     }
   }
 
-  // Sums p over the heads of each token and stores the sums, scaled, as fp16. The sum is a product
+  // Sums p over the heads of each token and stores the sums, scaled. The sum is a product
   // with a 0/1 matrix (tokens x rows), for which p in the mma layout of S^T already is operand B.
   //   selection   this lane's share of that matrix, see selection_bits
   //   pairs       (token, block) pairs from the tile's first to the end of the list
@@ -101,7 +101,7 @@ class ScorePiece {
   //   room        keys of the block from there on (a multiple of 32; the unit may reach beyond)
   template <bool kCareful>
   __device__ __forceinline__ void store_teacher(uint32_t selection, int tokens_per_warp, int pairs,
-                                                float scale, Teacher<T>* to, int block_size,
+                                                float scale, float* to, int block_size,
                                                 int room) const {
     const auto value = [&](int m, int n, int i) {
       const float x = p[m][n][i];
@@ -140,21 +140,14 @@ class ScorePiece {
         const int token = lane_ / 4 + 8 * upper + (apart ? 16 * j : 0);
         const int pair = first_pair + token;
         if (token < tokens_per_warp && pair < pairs) {
-          Teacher<T>* row =
-              to + static_cast<int64_t>(pair) * block_size + first_key_ + 4 * (lane_ % 4);
+          float* row = to + static_cast<int64_t>(pair) * block_size + first_key_ + 4 * (lane_ % 4);
 #pragma unroll
           for (int m = 0; m < kM; ++m) {
             if (first_key_ + 16 * m >= room)
               break;
-            float x[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              x[i] = sum[m][i / 2][2 * upper + i % 2] * scale;
-            if constexpr (std::is_same_v<Teacher<T>, float>)
-              *reinterpret_cast<float4*>(row + 16 * m) = make_float4(x[0], x[1], x[2], x[3]);
-            else
-              *reinterpret_cast<uint2*>(row + 16 * m) =
-                  make_uint2(ptx::pack<fp16>(x[0], x[1]), ptx::pack<fp16>(x[2], x[3]));
+            *reinterpret_cast<float4*>(row + 16 * m) =
+                make_float4(sum[m][0][2 * upper] * scale, sum[m][0][2 * upper + 1] * scale,
+                            sum[m][1][2 * upper] * scale, sum[m][1][2 * upper + 1] * scale);
           }
         }
       }
@@ -162,16 +155,14 @@ class ScorePiece {
   }
 
  private:
-  // sum += A x for four values of P; of a wide teacher in two parts of 11 bits.
+  // sum += A x for four values of P, each in two parts of 11 bits.
   static __device__ __forceinline__ void add_heads(float (&sum)[4], const uint32_t (&a)[4],
                                                    const float (&x)[4]) {
     const uint32_t low = ptx::pack<fp16>(x[0], x[1]), high = ptx::pack<fp16>(x[2], x[3]);
     ptx::mma<fp16>(sum, a, low, high);
-    if constexpr (std::is_same_v<Teacher<T>, float>) {
-      const float2 rounded_low = ptx::unpack<fp16>(low), rounded_high = ptx::unpack<fp16>(high);
-      ptx::mma<fp16>(sum, a, ptx::pack<fp16>(x[0] - rounded_low.x, x[1] - rounded_low.y),
-                     ptx::pack<fp16>(x[2] - rounded_high.x, x[3] - rounded_high.y));
-    }
+    const float2 rounded_low = ptx::unpack<fp16>(low), rounded_high = ptx::unpack<fp16>(high);
+    ptx::mma<fp16>(sum, a, ptx::pack<fp16>(x[0] - rounded_low.x, x[1] - rounded_low.y),
+                   ptx::pack<fp16>(x[2] - rounded_high.x, x[3] - rounded_high.y));
   }
 
   // lse and delta of rows 2 q and 2 q + 1 of the n-th eight.

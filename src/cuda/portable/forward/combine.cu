@@ -25,6 +25,8 @@ template <class T, int kDim>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineParams p, const T* partial, TensorView<T> out,
                    TensorView<float> lse) {
+  if (p.index.idle())
+    return;
   constexpr int kLanes = kDim / 8, kTogether = 32 / kLanes, kBatch = 8;
   constexpr int kRound = kBatch * kTogether; // slots, one a lane when their weights are formed
   const int lane = threadIdx.x % 32, chunk = lane % kLanes, group = lane / kLanes;

@@ -48,6 +48,8 @@ store_output(const PartialParams<T>& p, const PieceLane<C::kDim>& values,
 template <class T, class C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas)
     partial_kernel(const __grid_constant__ PartialParams<T> p) {
+  if (p.index.idle())
+    return;
   extern __shared__ __align__(128) uint8_t memory[];
   auto& shared = *reinterpret_cast<PartialShared<C>*>(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;

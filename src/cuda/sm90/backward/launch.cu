@@ -2,6 +2,7 @@
 // pass.
 #include "cuda/common/launch.h"
 #include "cuda/kernel.h"
+#include "cuda/portable/backward/backward.h"
 #include "cuda/sm90/backward/kernel.cuh"
 #include "cuda/sm90/backward/passes.cuh"
 #include "cuda/sm90/backward/proxy.cuh"
@@ -19,6 +20,8 @@ using namespace backward;
 // Everything a call needs beside its tensors.
 struct Plan {
   BlockIndex index;
+  int32_t* gate;      // [1] an input is not finite
+  Workspace way_out;  // of the portable kernels, over everything below
   bool proxy = false; // teacher rows are wanted
   int parts = 1;      // kv heads of a proxy head
   int windows_per_pass = 1;
@@ -39,6 +42,12 @@ Plan make_plan(const BackwardParams& params, const Shapes& s, WorkspaceCarver& w
   plan.parts = std::max(1, s.kv_heads / s.proxy_heads);
   const IndexOptions options = index_options(s, Config::kRows);
   plan.index = carve_index(params.problem, s, options, workspace);
+  plan.gate = workspace.take<int32_t>(1);
+  BlockIndex gated = plan.index;
+  gated.gate = plan.gate;
+  plan.way_out.bytes = portable::backward::backward_workspace_size(params, s, &gated);
+  WorkspaceCarver overlay = workspace;
+  plan.way_out.data = overlay.take<char>(static_cast<int64_t>(plan.way_out.bytes));
   const int64_t window = plan.index.window_tokens;
 
   const int64_t pairs_per_token = static_cast<int64_t>(s.proxy_heads) * s.top_k;
@@ -71,6 +80,8 @@ Plan make_plan(const BackwardParams& params, const Shapes& s, WorkspaceCarver& w
       params.dkl && params.dk_proxy ? s.keys * s.proxy_kv_heads * s.proxy_dim : 0;
   plan.dk_proxy = workspace.take<float>(plan.proxy_key_count);
   plan.kl_partial = workspace.take<float>(params.kl ? pairs : 0);
+  if (workspace.bytes() < overlay.bytes())
+    workspace = overlay;
   return plan;
 }
 
@@ -96,6 +107,7 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
   };
 
   build_index(index, params.problem, s, params.block_indices, stream);
+  clear(plan.gate, sizeof(int32_t));
   const int passes = ceil_div(index.windows, plan.windows_per_pass);
   clear(plan.bound, reinterpret_cast<char*>(plan.next_item + passes) -
                         reinterpret_cast<char*>(plan.bound)); // bound and counters are neighbours
@@ -104,7 +116,7 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
   clear(plan.dk_proxy, plan.proxy_key_count * 4);
   const auto k = tensor_view<const T>(params.k), v = tensor_view<const T>(params.v);
   launch("sm90 backward bound", bound_kernel<T>, wide, 256, 0, stream, k, v, index.key_row,
-         static_cast<int32_t>(s.keys), s.kv_heads, plan.bound);
+         static_cast<int32_t>(s.keys), s.kv_heads, plan.bound, plan.gate);
 
   const int heads = rows_per_token(s);
   const CUtensorMap q_map = encode_map(params.q, heads, 1);
@@ -122,7 +134,8 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
     launch("sm90 backward row constants", row_constants_kernel<T>, wide, 256, 0, stream,
            tensor_view<const T>(params.out), tensor_view<const T>(params.dout),
            tensor_view<const float>(params.lse, false), index.position, first_token, tokens,
-           s.q_heads, plan.bound, plan.minus_lse, plan.minus_delta, plan.exponent, plan.dq);
+           s.q_heads, plan.bound, plan.minus_lse, plan.minus_delta, plan.exponent, plan.dq,
+           plan.gate);
 
     Params main = {};
     main.index = index;
@@ -199,6 +212,18 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
     launch("sm90 backward convert dk_proxy", convert_rows_kernel<T>, wide, 256, 0, stream,
            plan.dk_proxy, tensor_view<T>(params.dk_proxy), 0, keys, s.proxy_kv_heads, s.proxy_dim,
            static_cast<float>(params.problem.proxy_scale));
+
+  if (plan.proxy) {
+    launch("sm90 taint", taint_keys_kernel<T>, wide, 256, 0, stream,
+           tensor_view<const T>(params.k_proxy), index.key_row, keys, s.proxy_kv_heads, s.proxy_dim,
+           plan.gate);
+    launch("sm90 taint", taint_rows_kernel<T>, wide, 256, 0, stream,
+           tensor_view<const float>(params.proxy_lse, false), index.position,
+           static_cast<int32_t>(s.tokens), s.proxy_heads, plan.gate);
+  }
+  BlockIndex gated = index;
+  gated.gate = plan.gate;
+  portable::backward::run_backward(params, s, plan.way_out, &gated, stream);
 }
 
 } // namespace

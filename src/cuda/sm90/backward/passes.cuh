@@ -6,6 +6,7 @@
 #include "cuda/index/index.h"
 #include "cuda/sm90/backward/epilogue.cuh"
 #include "cuda/sm90/common/quad.cuh"
+#include "cuda/sm90/common/taint.cuh"
 
 namespace thresher::cuda::sm90::backward {
 
@@ -25,10 +26,11 @@ __device__ __forceinline__ void load_four(float (&x)[4], const T* row) {
 template <class T>
 __global__ void __launch_bounds__(256)
     bound_kernel(TensorView<const T> k, TensorView<const T> v, const int32_t* key_row, int32_t keys,
-                 int32_t kv_heads, float* bound) {
+                 int32_t kv_heads, float* bound, int32_t* gate) {
   const int lane = threadIdx.x & 31;
   const int64_t rows = static_cast<int64_t>(keys) * kv_heads;
   float v_norm = 0.f, k_max = 0.f;
+  bool tainted = false;
   for (int64_t row = blockIdx.x * 8ll + (threadIdx.x >> 5); row < rows; row += gridDim.x * 8ll) {
     const int key = static_cast<int>(row / kv_heads), head = static_cast<int>(row % kv_heads);
     if (__ldg(key_row + key) == 0)
@@ -38,11 +40,13 @@ __global__ void __launch_bounds__(256)
     load_four(y, v.at(key, head));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      tainted |= !isfinite(x[i]) || !isfinite(y[i]);
       k_max = fmaxf(k_max, finite_or_zero(fabsf(x[i])));
       squares = fmaf(y[i], y[i], squares);
     }
     v_norm = fmaxf(v_norm, finite_or_zero(sqrtf(warp_sum(squares))));
   }
+  taint(gate, tainted);
 #pragma unroll
   for (int distance = 16; distance > 0; distance >>= 1)
     k_max = fmaxf(k_max, __shfl_xor_sync(~0u, k_max, distance));
@@ -60,7 +64,7 @@ __global__ void __launch_bounds__(256)
     row_constants_kernel(TensorView<const T> out, TensorView<const T> dout,
                          TensorView<const float> lse, const int32_t* position, int32_t first_token,
                          int32_t tokens, int32_t q_heads, const float* bound, float* minus_lse,
-                         float* minus_delta, int8_t* exponent, __half* dq) {
+                         float* minus_delta, int8_t* exponent, __half* dq, int32_t* gate) {
   const int lane = threadIdx.x & 31;
   const int64_t rows = static_cast<int64_t>(tokens) * q_heads;
   const float key_bound = 2.f * bound[0] * bound[1];
@@ -81,7 +85,9 @@ __global__ void __launch_bounds__(256)
     product = warp_sum(product);
     squares = warp_sum(squares);
     if (lane == 0) {
-      minus_lse[row] = -*lse.at(token, head) * 1.4426950408889634f;
+      const float row_lse = *lse.at(token, head);
+      taint(gate, !isfinite(row_lse) || !isfinite(product) || !isfinite(squares));
+      minus_lse[row] = -row_lse * 1.4426950408889634f;
       minus_delta[row] = -product;
       const float limit = finite_or_zero(sqrtf(squares) * key_bound);
       // 2^14 / limit leaves a factor of two for rounding below fp16's 65504.

@@ -9,7 +9,7 @@
 
 namespace thresher::cuda::sm90::backward {
 
-inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f, kTiny = 1e-37f;
 
 template <class T>
 struct ProxyParams {
@@ -92,6 +92,7 @@ class ProxyBackward {
     float kl[2] = {0.f, 0.f};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      float kl2 = 0.f; // in units of ln 2
       const ProxyRow facts = feed.row(row(h));
       const int last = facts.last_key - 2 * (lane_ & 3);
       const __half* further = nullptr; // of the other parts
@@ -121,17 +122,18 @@ class ProxyBackward {
           const float log_student =
               fmaf(scores[2 * n + (i >> 1)][2 * h + (i & 1)], scale, facts.minus_lse); // base 2
           const float t = mean[i] * (1.f / kTeacherScale);
-          const float difference = ptx::exp2(log_student) - t;
-          value[i] = visible ? facts.gradient * difference : 0.f;
+          const float difference = visible ? ptx::exp2(log_student) - t : 0.f;
+          value[i] = facts.gradient * difference;
           // Both distributions sum to one, so adding the differences changes nothing; but now every
-          // term is least where t is right, and its rounding does not come through.
-          if (visible)
-            kl[h] += (t != 0.f ? t * (__log2f(t) - log_student) * kLn2 : 0.f) + difference;
+          // term is least where t is right, and its rounding does not come through. (t is 0 where
+          // the key is not visible.)
+          kl[h] += difference;
+          kl2 = fmaf(t, __log2f(fmaxf(t, kTiny)) - log_student, kl2);
         }
         ds[n][h] = ptx::pack<T>(value[0], value[1]);
         ds[n][2 + h] = ptx::pack<T>(value[2], value[3]);
       }
-      const float sum = quad_sum(kl[h]);
+      const float sum = quad_sum(fmaf(kl2, kLn2, kl[h]));
       if (p_.kl_partial && (lane_ & 3) == 0 && facts.token >= 0)
         p_.kl_partial[pass_row(facts.token, feed.info().item.proxy_head) * p_.index.top_k +
                       facts.slot] = sum;

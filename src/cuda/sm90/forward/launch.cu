@@ -3,6 +3,7 @@
 #include "cuda/kernel.h"
 #include "cuda/portable/forward/forward.h"
 #include "cuda/sm90/common/support.h"
+#include "cuda/sm90/common/taint.cuh"
 #include "cuda/sm90/common/tensor_map.h"
 #include "cuda/sm90/forward/combine.cuh"
 #include "cuda/sm90/forward/kernel.cuh"
@@ -20,7 +21,8 @@ struct Plan {
   int parts = 1; // kv heads of a proxy head
   int windows_per_pass = 1;
   int passes = 0;
-  int32_t* next_item;       // [passes] of the main kernel, [passes] of the proxy's
+  int32_t* next_item;       // [passes] of the main kernel, of the proxy's, of the way out
+  int32_t* gate;            // [1] an input is not finite
   void* partial;            // of one pass
   float2* statistics;       // of one pass
   float2* proxy_statistics; // of one pass; null: no proxy
@@ -44,7 +46,8 @@ Plan make_plan(const ForwardParams& params, const Shapes& s, WorkspaceCarver& wo
   const int64_t tokens = std::min<int64_t>(
       static_cast<int64_t>(plan.windows_per_pass) * plan.index.window_tokens, s.tokens);
   const int64_t rows = tokens * s.q_heads * s.top_k;
-  plan.next_item = workspace.take<int32_t>(2 * plan.passes);
+  plan.next_item = workspace.take<int32_t>(3 * plan.passes + 1);
+  plan.gate = plan.next_item ? plan.next_item + 3 * plan.passes : nullptr;
   plan.partial = workspace.take<uint16_t>(rows * Config::kDim);
   plan.statistics = workspace.take<float2>(rows);
   plan.proxy_statistics =
@@ -87,13 +90,55 @@ void run_proxy_lse(const ForwardParams& params, const Shapes& s, const Plan& pla
   portable::forward::combine_statistics(merge, tensor_view<float>(params.proxy_lse, false), stream);
 }
 
+// The pass once more by the portable kernels, in the same workspace, if an input is not finite.
+template <class T>
+void run_careful(const ForwardParams& params, const Shapes& s, const Plan& plan,
+                 const CombineParams& pass, const Params& main, int32_t* next_item,
+                 cudaStream_t stream) {
+  portable::forward::PartialParams<T> careful = {};
+  careful.index = plan.index;
+  careful.index.gate = plan.gate;
+  careful.first_segment = main.first_segment;
+  careful.last_segment = main.last_segment;
+  careful.first_token = main.first_token;
+  careful.q_heads = s.q_heads;
+  careful.kv_heads = s.kv_heads;
+  careful.parts = plan.parts;
+  careful.key_tiles = 1;
+  careful.dim = s.dim;
+  careful.score_scale = main.score_scale;
+  careful.q = tensor_view<const T>(params.q);
+  careful.k = tensor_view<const T>(params.k);
+  careful.v = tensor_view<const T>(params.v);
+  careful.ticket = next_item;
+  careful.partial = static_cast<T*>(plan.partial);
+  careful.statistics = plan.statistics;
+  portable::forward::PartialKernel<T, Config::kDim, Config::kKeys, true>::run(careful, stream);
+  portable::forward::CombineParams merge = {};
+  merge.index = careful.index;
+  merge.first_token = pass.first_token;
+  merge.tokens = pass.tokens;
+  merge.heads = s.q_heads;
+  merge.group = s.group();
+  merge.key_tiles = 1;
+  merge.dim = merge.padded_dim = Config::kDim;
+  merge.statistics = plan.statistics;
+  portable::forward::combine(merge, static_cast<const T*>(plan.partial), tensor_view<T>(params.out),
+                             tensor_view<float>(params.lse, false), stream);
+}
+
 template <class T>
 void run(const ForwardParams& params, const Shapes& s, const Plan& plan, cudaStream_t stream) {
   const int sms = device_facts().sm_count;
   const BlockIndex& index = plan.index;
   build_index(index, params.problem, s, params.block_indices, stream);
-  check(cudaMemsetAsync(plan.next_item, 0, 2 * plan.passes * sizeof(int32_t), stream),
+  check(cudaMemsetAsync(plan.next_item, 0, (3 * plan.passes + 1) * sizeof(int32_t), stream),
         "cudaMemsetAsync");
+
+  // Of K and Q, what is not finite only reaches the rows that read it.
+  launch("sm90 taint", taint_keys_kernel<T>, sms * 8, 256, 0, stream,
+         tensor_view<const T>(params.v), index.key_row, static_cast<int32_t>(s.keys), s.kv_heads,
+         s.dim, plan.gate);
 
   const int heads = rows_per_token(s);
   const CUtensorMap q_map = encode_map(params.q, heads, 1);
@@ -136,6 +181,7 @@ void run(const ForwardParams& params, const Shapes& s, const Plan& plan, cudaStr
              ceil_div(int64_t(combine.tokens) * s.q_heads / 2, int64_t(8)), 256, 0, stream, true,
              combine, tensor_view<T>(params.out), tensor_view<float>(params.lse, false));
     });
+    run_careful<T>(params, s, plan, combine, main, plan.next_item + 2 * plan.passes + pass, stream);
     if (params.proxy_lse)
       run_proxy_lse<T>(params, s, plan, combine, main, plan.next_item + plan.passes + pass, stream);
   }
