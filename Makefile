@@ -15,7 +15,7 @@ BUILD := build/dev
 JOBS ?= $(shell nproc)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup build demo test test-all test-gpu sanitize-gpu check bench docs format lint wheel \
+.PHONY: help setup build demo test test-all test-gpu sanitize-gpu check bench bench-gpu docs format lint wheel \
         example-cpp clean
 
 help:           ## this list
@@ -54,6 +54,10 @@ wheel: setup    ## dist/thresher-*-py3-none-*.whl
 
 bench: build    ## the CPU step beside dense attention
 	$(PY) bench/cpu_step.py $(ARGS)
+
+bench-gpu:      ## the GPU step beside dense cuDNN attention
+	@$(MAKE) --no-print-directory build PRESET=gpu
+	$(PY) bench/gpu_step.py $(ARGS)
 
 format: setup   ## clang-format and ruff, in place
 	@git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs -r clang-format -i

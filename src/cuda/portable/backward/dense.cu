@@ -17,8 +17,8 @@ struct Share {
   int32_t blocks;              // that its last token sees
 };
 
-__device__ Share share_of(const Geometry& geometry, int32_t f, int32_t block_size,
-                          int32_t first_token, int32_t tokens) {
+__device__ __forceinline__ Share share_of(const Geometry& geometry, int32_t f, int32_t block_size,
+                                          int32_t first_token, int32_t tokens) {
   Share share = {};
   const int32_t begin = max(geometry.q_begin(f), first_token);
   const int32_t end = min(geometry.q_end(f), first_token + tokens);
