@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(kThreads)
   const int first = threadIdx.x * run, last = min(geometry.fragments, first + run);
   int32_t items = 0;
   int64_t pairs = 0;
+#pragma unroll 1
   for (int f = first; f < last; ++f) {
     const Share share = share_of(geometry, f, to.block_size, first_token, tokens);
     items += share.blocks;
@@ -56,6 +57,7 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t high =
       block_exclusive_scan<kThreads>(static_cast<int32_t>(pairs >> 20), scan, high_total);
   int64_t pair_base = (static_cast<int64_t>(high) << 20) + low;
+#pragma unroll 1
   for (int f = first; f < last; ++f) {
     const Share share = share_of(geometry, f, to.block_size, first_token, tokens);
     to.item_base[f] = item_base;
