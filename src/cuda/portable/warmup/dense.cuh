@@ -15,8 +15,10 @@ struct DenseConfig {
   static_assert(kDim == 64 || kDim == 128 || kDim == 256, "other dimensions are padded to these");
   static constexpr int kWarps = kDim <= 128 ? 8 : 4, kThreads = 32 * kWarps;
   static constexpr int kRows = 16 * kWarps;
-  static constexpr int kKeys = kDim <= 128 ? 64 : 32;          // of a stage
-  static constexpr int kCtas = kDim != 256 && kValues ? 1 : 2; // an SM, by registers
+  // Keys of a stage, and CTAs an SM, as registers allow. Two CTAs hide each other's barriers: at
+  // D 64 they are worth a smaller stage, at D 128 the output alone leaves no room for them.
+  static constexpr int kKeys = kDim == 128 || (kDim == 64 && !kValues) ? 64 : 32;
+  static constexpr int kCtas = kDim == 128 && kValues ? 1 : 2;
   static constexpr int kStageBytes = kKeys * kDim * 2;
   static constexpr int kQueryBytes = kRows * kDim * 2;
 };
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas)
     if (quad == 0)
       *p.lse.at(tile.first_token + row, head) = (top[h] + log2f(total)) * kLn2;
     if constexpr (C::kValues) {
-      const float inverse = poisoned[h] ? __builtin_nanf("") : total == 0.f ? 0.f : 1.f / total;
+      const float inverse = poisoned[h] ? __builtin_nanf("") : reach[h] <= 0 ? 0.f : 1.f / total;
       T* to = p.out.at(tile.first_token + row, head) + 2 * quad;
 #pragma unroll
       for (int n = 0; n < C::kDim / 8; ++n)
