@@ -10,6 +10,8 @@
 
 #include "cuda/kernel.h"
 
+#include <memory>
+
 namespace thresher::test {
 
 struct BackwardCase : ForwardCase {
@@ -276,13 +278,14 @@ struct RowFacts {
   }
 };
 
-struct Sums { // of some tokens
+struct Sums {
   Gradients exact, plain;
   RowFacts q, k, v, q_proxy, k_proxy, kl;
-  explicit Sums(const BackwardCase& c)
-      : q(c.batch.tokens * c.q_heads), k(c.batch.keys * c.kv_heads), v(k),
-        q_proxy(c.batch.tokens * c.proxy_heads), k_proxy(c.batch.keys * c.proxy_kv_heads),
-        kl(q_proxy) {
+  // of_tokens: with the rows of tokens; otherwise those of keys alone.
+  Sums(const BackwardCase& c, bool of_tokens)
+      : q(of_tokens ? c.batch.tokens * c.q_heads : 0), k(c.batch.keys * c.kv_heads), v(k),
+        q_proxy(of_tokens ? c.batch.tokens * c.proxy_heads : 0),
+        k_proxy(c.batch.keys * c.proxy_kv_heads), kl(q_proxy) {
     for (Gradients* g : {&exact, &plain}) {
       g->dq.resize(q.used.size() * c.dim);
       g->dk.resize(k.used.size() * c.dim);
@@ -292,25 +295,19 @@ struct Sums { // of some tokens
       g->kl.resize(q_proxy.used.size());
     }
   }
-  void add(const Sums& other) {
+  void add_keys(const Sums& other) {
     const auto sum = [](std::vector<double>& to, const std::vector<double>& from) {
       for (size_t i = 0; i < to.size(); ++i)
         to[i] += from[i];
     };
     for (auto [to, from] : {std::pair{&exact, &other.exact}, std::pair{&plain, &other.plain}}) {
-      sum(to->dq, from->dq);
       sum(to->dk, from->dk);
       sum(to->dv, from->dv);
-      sum(to->dq_proxy, from->dq_proxy);
       sum(to->dk_proxy, from->dk_proxy);
-      sum(to->kl, from->kl);
     }
-    q.merge(other.q);
     k.merge(other.k);
     v.merge(other.v);
-    q_proxy.merge(other.q_proxy);
     k_proxy.merge(other.k_proxy);
-    kl.merge(other.kl);
   }
 };
 
@@ -335,18 +332,20 @@ class BackwardReference {
   BackwardReference(const BackwardCase& c, const BackwardInputs<T>& in)
       : c_(c), in_(in), q_(doubles(in.x.q)), k_(doubles(in.x.k)), v_(doubles(in.x.v)),
         q_proxy_(doubles(in.x.q_proxy)), k_proxy_(doubles(in.x.k_proxy)), out_(doubles(in.out)),
-        dout_(doubles(in.dout)), tokens_(c.batch.describe()), sums_(c) {
-    // Few threads, each with sums of its own.
-    const int64_t threads = std::clamp<int64_t>(std::thread::hardware_concurrency(), 1, 16);
-    std::vector<Sums> parts(static_cast<size_t>(threads), Sums(c));
+        dout_(doubles(in.dout)), tokens_(c.batch.describe()), sums_(c, true) {
+    // Few threads, each with sums over its tokens.
+    const int64_t threads = std::clamp<int64_t>(std::thread::hardware_concurrency(), 1, 8);
+    std::vector<std::unique_ptr<Sums>> parts(static_cast<size_t>(threads));
     parallel_for(threads, [&](int64_t n) {
+      auto& part = parts[static_cast<size_t>(n)];
+      part = std::make_unique<Sums>(c, false);
       for (int64_t t = n; t < c.batch.tokens; t += threads)
         if (tokens_[static_cast<size_t>(t)].fragment >= 0)
           for (int p = 0; p < c.proxy_heads; ++p)
-            add_token(parts[static_cast<size_t>(n)], t, p);
+            add_token(*part, t, p);
     });
-    for (const Sums& part : parts)
-      sums_.add(part);
+    for (const auto& part : parts)
+      sums_.add_keys(*part);
   }
 
   const Sums& sums() const { return sums_; }
@@ -363,7 +362,8 @@ class BackwardReference {
     return std::all_of(row, row + dim, [](double x) { return std::isfinite(x); });
   }
 
-  void add_token(Sums& sums, int64_t t, int p) const {
+  // sums: of this thread's keys; rows of tokens belong to one thread anyway.
+  void add_token(Sums& sums, int64_t t, int p) {
     const std::vector<int64_t> keys = keys_of(c_, in_.ids, tokens_[static_cast<size_t>(t)], t, p);
     if (keys.empty())
       return;
@@ -385,7 +385,7 @@ class BackwardReference {
       const bool taint = bad_scores || bad_values;
       const double dout_norm = norm(dout, dim), q_norm = norm(q, dim);
       const double out_norm = norm(out_.data() + row * dim, dim);
-      sums.q.add(row, taint, 0);
+      sums_.q.add(row, taint, 0);
       for (size_t i = 0; i < keys.size(); ++i) {
         const int64_t key_row = keys[i] * c_.kv_heads + kv;
         const double *k = k_.data() + key_row * dim, *v = v_.data() + key_row * dim;
@@ -398,13 +398,13 @@ class BackwardReference {
           continue;
         const double size = dout_norm * (norm(v, dim) + out_norm);
         const double rounding = std::abs(c_.softmax_scale()) * kFloatRounding * probability * size;
-        sums.q.slack[row] += rounding * norm(k, dim);
+        sums_.q.slack[row] += rounding * norm(k, dim);
         sums.k.add(key_row, taint, rounding * q_norm);
         sums.v.add(key_row, taint, 0);
         const double plain_p = rounded_significand<T>(probability);
         const double plain_ds = rounded_significand<T>(ds);
-        add_scaled(sums.exact.dq.data() + row * dim, c_.softmax_scale() * ds, k, dim);
-        add_scaled(sums.plain.dq.data() + row * dim, c_.softmax_scale() * plain_ds, k, dim);
+        add_scaled(sums_.exact.dq.data() + row * dim, c_.softmax_scale() * ds, k, dim);
+        add_scaled(sums_.plain.dq.data() + row * dim, c_.softmax_scale() * plain_ds, k, dim);
         add_scaled(sums.exact.dk.data() + key_row * dim, c_.softmax_scale() * ds, q, dim);
         add_scaled(sums.plain.dk.data() + key_row * dim, c_.softmax_scale() * plain_ds, q, dim);
         add_scaled(sums.exact.dv.data() + key_row * dim, probability, dout, dim);
@@ -417,7 +417,7 @@ class BackwardReference {
 
   void add_student(Sums& sums, int64_t t, int p, const std::vector<int64_t>& keys,
                    const std::vector<double>& teacher, const std::vector<double>& plain_teacher,
-                   bool bad_teacher) const {
+                   bool bad_teacher) {
     const int key_head = p / (c_.proxy_heads / c_.proxy_kv_heads), dim = c_.proxy_dim;
     const int64_t row = t * c_.proxy_heads + p;
     const double* q = q_proxy_.data() + row * dim;
@@ -427,7 +427,7 @@ class BackwardReference {
       taint |= !finite(k_proxy_.data() + (key * c_.proxy_kv_heads + key_head) * dim, dim);
     const double q_norm = norm(q, dim);
     double kl_slack = 0;
-    sums.q_proxy.add(row, taint, 0);
+    sums_.q_proxy.add(row, taint, 0);
     for (size_t i = 0; i < keys.size(); ++i) {
       const int64_t key_row = keys[i] * c_.proxy_kv_heads + key_head;
       const double* k = k_proxy_.data() + key_row * dim;
@@ -439,18 +439,18 @@ class BackwardReference {
       const double ds = upstream * (std::exp(log_student) - teacher[i]);
       const double plain_ds = rounded_significand<T>(upstream * (std::exp(log_student) - plain));
       if (teacher[i] != 0)
-        sums.exact.kl[row] += teacher[i] * (std::log(teacher[i]) - log_student);
+        sums_.exact.kl[row] += teacher[i] * (std::log(teacher[i]) - log_student);
       if (plain != 0)
-        sums.plain.kl[row] += plain * (std::log(plain) - log_student);
+        sums_.plain.kl[row] += plain * (std::log(plain) - log_student);
       kl_slack += rounding;
-      sums.q_proxy.slack[row] += ds_rounding * norm(k, dim);
+      sums_.q_proxy.slack[row] += ds_rounding * norm(k, dim);
       sums.k_proxy.add(key_row, taint, ds_rounding * q_norm);
-      add_scaled(sums.exact.dq_proxy.data() + row * dim, c_.student_scale() * ds, k, dim);
-      add_scaled(sums.plain.dq_proxy.data() + row * dim, c_.student_scale() * plain_ds, k, dim);
+      add_scaled(sums_.exact.dq_proxy.data() + row * dim, c_.student_scale() * ds, k, dim);
+      add_scaled(sums_.plain.dq_proxy.data() + row * dim, c_.student_scale() * plain_ds, k, dim);
       add_scaled(sums.exact.dk_proxy.data() + key_row * dim, c_.student_scale() * ds, q, dim);
       add_scaled(sums.plain.dk_proxy.data() + key_row * dim, c_.student_scale() * plain_ds, q, dim);
     }
-    sums.kl.add(row, taint, kl_slack);
+    sums_.kl.add(row, taint, kl_slack);
   }
 
   const BackwardCase& c_;
@@ -527,9 +527,7 @@ inline void expect_rows(const char* what, const std::vector<double>& got,
 }
 
 template <class T>
-void expect_right(const BackwardCase& c, const BackwardInputs<T>& in, const Gradients& got) {
-  const BackwardReference<T> reference(c, in);
-  const Sums& s = reference.sums();
+void expect_right(const BackwardCase& c, const Sums& s, const Gradients& got) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
   constexpr double kUnit = kHalf ? 0x1p-11 : 0x1p-8, kSmallest = kHalf ? 0x1p-25 : 0;
   expect_rows("dq", got.dq, s.exact.dq, s.plain.dq, c.dim, s.q, kUnit, kSmallest);
@@ -540,6 +538,10 @@ void expect_right(const BackwardCase& c, const BackwardInputs<T>& in, const Grad
   expect_rows("dk_proxy", got.dk_proxy, s.exact.dk_proxy, s.plain.dk_proxy, c.proxy_dim, s.k_proxy,
               kUnit, kSmallest);
   expect_rows("kl", got.kl, s.exact.kl, s.plain.kl, 1, s.kl, 2e-5, 1e-7);
+}
+template <class T>
+void expect_right(const BackwardCase& c, const BackwardInputs<T>& in, const Gradients& got) {
+  expect_right<T>(c, BackwardReference<T>(c, in).sums(), got);
 }
 
 } // namespace thresher::test

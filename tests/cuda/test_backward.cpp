@@ -13,27 +13,35 @@ bool same(const std::vector<double>& a, const std::vector<double>& b) {
   });
 }
 
-template <class T>
-void check(const BackwardCase& c, const Change<T>& change = nullptr,
-           const ChangeUpstream<T>& upstream = nullptr) {
-  SCOPED_TRACE(c.name + (c.dense ? " dense" : "") + (c.deterministic ? " deterministic" : "") +
-               (std::is_same_v<T, fp16> ? " fp16" : ""));
-  const BackwardInputs<T> in = make_backward_inputs<T>(c, change, upstream);
-  BackwardRun<T> call(c, in);
-  call.run();
-  const Gradients first = call.results();
-  expect_right(c, in, first);
-  if (!c.deterministic)
-    return;
-  call.poison();
-  call.run();
-  const Gradients second = call.results();
+void expect_same(const Gradients& first, const Gradients& second) {
   EXPECT_TRUE(same(first.dq, second.dq)) << "dq differs from run to run";
   EXPECT_TRUE(same(first.dk, second.dk)) << "dk differs from run to run";
   EXPECT_TRUE(same(first.dv, second.dv)) << "dv differs from run to run";
   EXPECT_TRUE(same(first.dq_proxy, second.dq_proxy)) << "dq_proxy differs from run to run";
   EXPECT_TRUE(same(first.dk_proxy, second.dk_proxy)) << "dk_proxy differs from run to run";
   EXPECT_TRUE(same(first.kl, second.kl)) << "kl differs from run to run";
+}
+
+// Once as usual and twice deterministically.
+template <class T>
+void check(BackwardCase c, const Change<T>& change = nullptr,
+           const ChangeUpstream<T>& upstream = nullptr) {
+  const BackwardInputs<T> in = make_backward_inputs<T>(c, change, upstream);
+  const BackwardReference<T> reference(c, in);
+//LOOP {
+    c.deterministic = deterministic;
+    SCOPED_TRACE(c.name + (c.dense ? " dense" : "") + (c.deterministic ? " deterministic" : "") +
+                 (std::is_same_v<T, fp16> ? " fp16" : ""));
+    BackwardRun<T> call(c, in);
+    call.run();
+    const Gradients first = call.results();
+    expect_right<T>(c, reference.sums(), first);
+    if (!deterministic)
+      continue;
+    call.poison();
+    call.run();
+    expect_same(first, call.results());
+  }
 }
 
 // Sparse and dense, bf16 and fp16.
@@ -87,7 +95,7 @@ TEST(Backward, HeadRatios) {
                                         {12, 3, 4, 4},
                                         {64, 4, 4, 1},
                                         {40, 2, 1, 1}})
-    for (bool deterministic : {false, true}) {
+//LOOP {
       BackwardCase c = make_case("heads " + std::to_string(q) + "/" + std::to_string(kv) + "/" +
                                      std::to_string(proxy) + "/" + std::to_string(proxy_kv),
                                  packed({150, 3, 77}, 5));
@@ -110,7 +118,7 @@ TEST(Backward, HeadDimensions) {
 TEST(Backward, BlockSizes) {
   for (int block_size : {32, 64, 128, 256})
     for (int dim : {64, 128, 256})
-      for (bool deterministic : {false, true}) {
+//LOOP {
         BackwardCase c =
             make_case("block " + std::to_string(block_size) + " dim " + std::to_string(dim),
                       packed({700, 60, 257}, 3));
@@ -126,7 +134,7 @@ TEST(Backward, BlockSizes) {
 TEST(Backward, EveryTopK) {
   for (int top_k : {1, 2, 15, 33, 64, 128})
     for (Ids ids : {Ids::kRandom, Ids::kHoles})
-      for (bool deterministic : {false, true}) {
+//LOOP {
         BackwardCase c = make_case("top_k " + std::to_string(top_k), packed({900, 40}));
         c.top_k = top_k;
         c.ids = ids;
@@ -138,7 +146,7 @@ TEST(Backward, EveryTopK) {
 }
 // A single slot whose block is more than one unit of work.
 TEST(Backward, OneSlotOfManyKeys) {
-  for (bool deterministic : {false, true}) {
+//LOOP {
     BackwardCase c = make_case("one slot", packed({600}));
     c.top_k = 1;
     c.block_size = 256;
@@ -149,7 +157,7 @@ TEST(Backward, OneSlotOfManyKeys) {
 }
 TEST(Backward, IdsFromOutside) {
   for (Ids ids : {Ids::kHoles, Ids::kAll, Ids::kSame, Ids::kNone})
-    for (bool deterministic : {false, true}) {
+//LOOP {
       BackwardCase c =
           make_case("ids " + std::to_string(static_cast<int>(ids)), packed(kLengths, 9));
       c.ids = ids;
@@ -172,7 +180,7 @@ TEST(Backward, Layouts) {
 }
 TEST(Backward, FragmentsWithSharedKeys) {
   for (int rank : {0, 2})
-    for (bool deterministic : {false, true}) {
+//LOOP {
       BackwardCase c =
           make_case("context parallel", context_parallel({500, 64, 0, 333, 400, 7}, 3, rank));
       c.deterministic = deterministic;
@@ -205,7 +213,7 @@ TEST(Backward, Scales) {
 // --- what is asked for
 // ------------------------------------------------------------------------------
 TEST(Backward, WithoutProxy) {
-  for (bool deterministic : {false, true}) {
+//LOOP {
     BackwardCase c = make_case("no proxy", packed({300}));
     c.proxy = c.kl = false;
     c.deterministic = deterministic;
@@ -269,7 +277,7 @@ TEST(Backward, ManyPasses) {
   check<bf16>(c);
 }
 TEST(Backward, EveryTokenSelectsTheSameBlock) {
-  for (bool deterministic : {false, true}) {
+//LOOP {
     BackwardCase c = make_case("same block", packed({3000}));
     c.ids = Ids::kSame;
     c.top_k = 2;
@@ -280,7 +288,7 @@ TEST(Backward, EveryTokenSelectsTheSameBlock) {
 TEST(Backward, ManyShortDocuments) {
   std::vector<int64_t> lengths(300, 7);
   lengths.insert(lengths.begin() + 100, 700);
-  for (bool deterministic : {false, true}) {
+//LOOP {
     BackwardCase c = make_case("short", packed(lengths));
     c.dim = c.proxy_dim = 64;
     c.deterministic = deterministic;

@@ -124,8 +124,7 @@ Plan make_plan(const Request& r, const Shapes& s, const BlockIndex* given,
   if (r.dense) {
     index_shapes.top_k = 0;
     options.window_tokens = static_cast<int32_t>(
-        std::clamp<int64_t>(kPassBytes / bytes, kLeastTokens, std::min<int64_t>(s.tokens, 65536)));
-    options.window_tokens = std::max(options.window_tokens, 1);
+        std::min<int64_t>(std::clamp<int64_t>(kPassBytes / bytes, kLeastTokens, 65536), s.tokens));
   } else {
     options.window_tokens = suggested_window(s);
     while (options.window_tokens > kLeastTokens && options.window_tokens * bytes > kPassBytes)
@@ -133,9 +132,11 @@ Plan make_plan(const Request& r, const Shapes& s, const BlockIndex* given,
   }
   plan.index = given ? *given : carve_index(params.problem, index_shapes, options, workspace);
   const int64_t window = plan.index.window_tokens;
+  const int64_t most_windows =
+      std::min<int64_t>(kTokenMask / window, std::max(plan.index.windows, 1));
   const int64_t windows = r.dense ? 1
                                   : std::clamp<int64_t>(kPassBytes / (window * bytes), 1,
-                                                        std::max(plan.index.windows, 1));
+                                                        std::max<int64_t>(most_windows, 1));
   plan.tokens = static_cast<int32_t>(windows * window);
   plan.passes = static_cast<int32_t>(ceil_div<int64_t>(s.tokens, plan.tokens));
   const int64_t tokens = std::min<int64_t>(plan.tokens, s.tokens);
@@ -373,15 +374,6 @@ void run_passes(const Request& r, const Shapes& s, Plan plan, bool build, cudaSt
   }
 }
 
-// A gradient that is asked for without the upstream gradient it needs.
-template <class T>
-void clear_rows(const Tensor& tensor, int64_t rows, int32_t heads, int32_t dim, const Plan& plan,
-                cudaStream_t stream) {
-  FinishKeys zeros = {plan.index, static_cast<int32_t>(rows), heads, dim, padded(dim)};
-  zeros.always_accumulate = true;
-  finish_keys(zeros, tensor_view<T>(tensor), stream);
-}
-
 } // namespace
 
 size_t backward_workspace_size(const BackwardParams& params, const Shapes& shapes,
@@ -403,21 +395,6 @@ void run_backward(const BackwardParams& params, const Shapes& shapes, const Work
     const Plan plan = make_plan<T>(request, shapes, index, carver);
     if (request.main || request.proxy)
       run_passes<T>(request, shapes, plan, !index, stream);
-    if (!params.dout) {
-      if (params.dq)
-        clear_rows<T>(params.dq, shapes.tokens, shapes.q_heads, shapes.dim, plan, stream);
-      for (const Tensor* tensor : {&params.dk, &params.dv})
-        if (*tensor)
-          clear_rows<T>(*tensor, shapes.keys, shapes.kv_heads, shapes.dim, plan, stream);
-    }
-    if (!params.dkl) {
-      if (params.dq_proxy)
-        clear_rows<T>(params.dq_proxy, shapes.tokens, shapes.proxy_heads, shapes.proxy_dim, plan,
-                      stream);
-      if (params.dk_proxy)
-        clear_rows<T>(params.dk_proxy, shapes.keys, shapes.proxy_kv_heads, shapes.proxy_dim, plan,
-                      stream);
-    }
   });
 }
 

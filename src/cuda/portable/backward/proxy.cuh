@@ -61,13 +61,14 @@ class ProxyPiece {
             const float log_student =
                 bad ? kNan : fmaf(product, p.score_scale, -constants.x); // base 2
             const float t = fmaf(mean[i], 1.f / kTeacherScale, constants.z);
-            const float difference = own_key < reach ? ptx::exp2(log_student) - t : 0.f;
-            value[i] = constants.y * difference;
+            const bool visible = own_key < reach;
+            const float difference = visible ? ptx::exp2(log_student) - t : 0.f;
+            value[i] = visible ? constants.y * difference : 0.f;
             // Both distributions sum to one, so adding the differences changes nothing; but now
-            // every term is least where t is right, and its rounding does not come through. (t is 0
-            // where the key is not visible.)
+            // every term is least where t is right, and its rounding does not come through.
             kl += difference;
-            kl2 = fmaf(t, log2f(fmaxf(t, kTiny)) - log_student, kl2);
+            if (visible)
+              kl2 = fmaf(t, log2f(fmaxf(t, kTiny)) - log_student, kl2);
           }
           if (p.gradients) {
             uint8_t* to = shared_.gradient + quad * 4;

@@ -26,15 +26,17 @@ class ScorePiece {
   }
 
   // Whether a row of this warp needs more than plain arithmetic: it does not see all keys, or it
-  // is not finite.
+  // is not finite. A warp without any row does too: a value that is not finite and that nobody
+  // reads would come out of its P as 0 * NaN.
   __device__ __forceinline__ bool needs_care(int ring) const {
-    bool care = false;
+    bool care = false, real = false;
     if (lane_ < C::kScoreRows) {
       const int32_t word = shared_.rows.token[ring][first_row_ + lane_];
-      care = word >= 0 && ((shared_.rows.reach[ring][first_row_ + lane_] & 255) < C::kKeys ||
-                           (word & (kQueryBad | kOutputBad)) != 0);
+      real = word >= 0;
+      care = real && ((shared_.rows.reach[ring][first_row_ + lane_] & 255) < C::kKeys ||
+                      (word & (kQueryBad | kOutputBad)) != 0);
     }
-    return __any_sync(0xffffffffu, care);
+    return __any_sync(0xffffffffu, care) || !__any_sync(0xffffffffu, real);
   }
 
   // p: products -> probabilities, also written to shared memory as T for dV.

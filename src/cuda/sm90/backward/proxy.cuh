@@ -123,12 +123,12 @@ class ProxyBackward {
               fmaf(scores[2 * n + (i >> 1)][2 * h + (i & 1)], scale, facts.minus_lse); // base 2
           const float t = mean[i] * (1.f / kTeacherScale);
           const float difference = visible ? ptx::exp2(log_student) - t : 0.f;
-          value[i] = facts.gradient * difference;
+          value[i] = visible ? facts.gradient * difference : 0.f;
           // Both distributions sum to one, so adding the differences changes nothing; but now every
-          // term is least where t is right, and its rounding does not come through. (t is 0 where
-          // the key is not visible.)
+          // term is least where t is right, and its rounding does not come through.
           kl[h] += difference;
-          kl2 = fmaf(t, __log2f(fmaxf(t, kTiny)) - log_student, kl2);
+          if (visible)
+            kl2 = fmaf(t, __log2f(fmaxf(t, kTiny)) - log_student, kl2);
         }
         ds[n][h] = ptx::pack<T>(value[0], value[1]);
         ds[n][2 + h] = ptx::pack<T>(value[2], value[3]);
