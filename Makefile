@@ -15,7 +15,7 @@ BUILD := build/dev
 JOBS ?= $(shell nproc)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup build demo test test-all test-gpu sanitize-gpu check bench bench-gpu docs format lint wheel \
+.PHONY: help setup build demo test test-all test-gpu sanitize-gpu bench bench-gpu format lint wheel \
         example-cpp clean
 
 help:           ## this list
@@ -45,6 +45,10 @@ test-gpu:       ## the contract suite on the GPU of this machine
 	@$(MAKE) --no-print-directory build PRESET=gpu
 	ctest --test-dir $(BUILD) --output-on-failure -L gpu
 	THRESHER_TEST_DEVICE=cuda $(PY) -m pytest tests/contract $(ARGS)
+
+sanitize-gpu:   ## compute-sanitizer over small problems of every CUDA kernel
+	@$(MAKE) --no-print-directory build PRESET=gpu
+	scripts/sanitize_gpu.sh $(BUILD) $(TOOLS)
 
 example-cpp: build ## examples/cpp against the installed tree
 	@scripts/example_cpp.sh $(BUILD)
