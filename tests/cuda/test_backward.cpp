@@ -28,7 +28,7 @@ void check(BackwardCase c, const Change<T>& change = nullptr,
            const ChangeUpstream<T>& upstream = nullptr) {
   const BackwardInputs<T> in = make_backward_inputs<T>(c, change, upstream);
   const BackwardReference<T> reference(c, in);
-//LOOP {
+  for (bool deterministic : {false, true}) {
     c.deterministic = deterministic;
     SCOPED_TRACE(c.name + (c.dense ? " dense" : "") + (c.deterministic ? " deterministic" : "") +
                  (std::is_same_v<T, fp16> ? " fp16" : ""));
@@ -94,17 +94,15 @@ TEST(Backward, HeadRatios) {
                                         {24, 4, 2, 1},
                                         {12, 3, 4, 4},
                                         {64, 4, 4, 1},
-                                        {40, 2, 1, 1}})
-//LOOP {
-      BackwardCase c = make_case("heads " + std::to_string(q) + "/" + std::to_string(kv) + "/" +
-                                     std::to_string(proxy) + "/" + std::to_string(proxy_kv),
-                                 packed({150, 3, 77}, 5));
-      set_heads(c, q, kv, proxy, proxy_kv);
-      c.dim = c.proxy_dim = 64;
-      c.block_size = 32;
-      c.deterministic = deterministic;
-      check_all(c);
-    }
+                                        {40, 2, 1, 1}}) {
+    BackwardCase c = make_case("heads " + std::to_string(q) + "/" + std::to_string(kv) + "/" +
+                                   std::to_string(proxy) + "/" + std::to_string(proxy_kv),
+                               packed({150, 3, 77}, 5));
+    set_heads(c, q, kv, proxy, proxy_kv);
+    c.dim = c.proxy_dim = 64;
+    c.block_size = 32;
+    check_all(c);
+  }
 }
 TEST(Backward, HeadDimensions) {
   for (int dim : {8, 48, 64, 72, 96, 128, 136, 192, 200, 256}) {
@@ -117,55 +115,45 @@ TEST(Backward, HeadDimensions) {
 }
 TEST(Backward, BlockSizes) {
   for (int block_size : {32, 64, 128, 256})
-    for (int dim : {64, 128, 256})
-//LOOP {
-        BackwardCase c =
-            make_case("block " + std::to_string(block_size) + " dim " + std::to_string(dim),
-                      packed({700, 60, 257}, 3));
-        set_heads(c, 2, 2, 2, 1);
-        c.block_size = block_size;
-        c.dim = c.proxy_dim = dim;
-        c.top_k = 2;
-        c.deterministic = deterministic;
-        check<bf16>(c);
-        check<fp16>(c);
-      }
+    for (int dim : {64, 128, 256}) {
+      BackwardCase c =
+          make_case("block " + std::to_string(block_size) + " dim " + std::to_string(dim),
+                    packed({700, 60, 257}, 3));
+      set_heads(c, 2, 2, 2, 1);
+      c.block_size = block_size;
+      c.dim = c.proxy_dim = dim;
+      c.top_k = 2;
+      check<bf16>(c);
+      check<fp16>(c);
+    }
 }
 TEST(Backward, EveryTopK) {
   for (int top_k : {1, 2, 15, 33, 64, 128})
-    for (Ids ids : {Ids::kRandom, Ids::kHoles})
-//LOOP {
-        BackwardCase c = make_case("top_k " + std::to_string(top_k), packed({900, 40}));
-        c.top_k = top_k;
-        c.ids = ids;
-        c.block_size = 32;
-        c.dim = c.proxy_dim = 64;
-        c.deterministic = deterministic;
-        check<bf16>(c);
-      }
+    for (Ids ids : {Ids::kRandom, Ids::kHoles}) {
+      BackwardCase c = make_case("top_k " + std::to_string(top_k), packed({900, 40}));
+      c.top_k = top_k;
+      c.ids = ids;
+      c.block_size = 32;
+      c.dim = c.proxy_dim = 64;
+      check<bf16>(c);
+    }
 }
 // A single slot whose block is more than one unit of work.
 TEST(Backward, OneSlotOfManyKeys) {
-//LOOP {
-    BackwardCase c = make_case("one slot", packed({600}));
-    c.top_k = 1;
-    c.block_size = 256;
-    c.deterministic = deterministic;
-    check<bf16>(c);
-    check<fp16>(c);
-  }
+  BackwardCase c = make_case("one slot", packed({600}));
+  c.top_k = 1;
+  c.block_size = 256;
+  check<bf16>(c);
+  check<fp16>(c);
 }
 TEST(Backward, IdsFromOutside) {
-  for (Ids ids : {Ids::kHoles, Ids::kAll, Ids::kSame, Ids::kNone})
-//LOOP {
-      BackwardCase c =
-          make_case("ids " + std::to_string(static_cast<int>(ids)), packed(kLengths, 9));
-      c.ids = ids;
-      c.block_size = 32;
-      c.top_k = 40; // more than there are blocks
-      c.deterministic = deterministic;
-      check<bf16>(c);
-    }
+  for (Ids ids : {Ids::kHoles, Ids::kAll, Ids::kSame, Ids::kNone}) {
+    BackwardCase c = make_case("ids " + std::to_string(static_cast<int>(ids)), packed(kLengths, 9));
+    c.ids = ids;
+    c.block_size = 32;
+    c.top_k = 40; // more than there are blocks
+    check<bf16>(c);
+  }
 }
 TEST(Backward, Layouts) {
   for (Layout layout : {Layout::kHeadMajor, Layout::kBatchedHeads}) {
@@ -179,13 +167,11 @@ TEST(Backward, Layouts) {
   check_all(c);
 }
 TEST(Backward, FragmentsWithSharedKeys) {
-  for (int rank : {0, 2})
-//LOOP {
-      BackwardCase c =
-          make_case("context parallel", context_parallel({500, 64, 0, 333, 400, 7}, 3, rank));
-      c.deterministic = deterministic;
-      check_all(c);
-    }
+  for (int rank : {0, 2}) {
+    BackwardCase c =
+        make_case("context parallel", context_parallel({500, 64, 0, 333, 400, 7}, 3, rank));
+    check_all(c);
+  }
 }
 TEST(Backward, QueriesWithoutKeys) {
   Batch batch;
@@ -213,12 +199,9 @@ TEST(Backward, Scales) {
 // --- what is asked for
 // ------------------------------------------------------------------------------
 TEST(Backward, WithoutProxy) {
-//LOOP {
-    BackwardCase c = make_case("no proxy", packed({300}));
-    c.proxy = c.kl = false;
-    c.deterministic = deterministic;
-    check_all(c);
-  }
+  BackwardCase c = make_case("no proxy", packed({300}));
+  c.proxy = c.kl = false;
+  check_all(c);
 }
 TEST(Backward, PartialGradients) {
   for (int wanted = 1; wanted < 64; ++wanted) {
@@ -231,7 +214,6 @@ TEST(Backward, PartialGradients) {
     c.dq_proxy = wanted & 8;
     c.dk_proxy = wanted & 16;
     c.kl = wanted & 32;
-    c.deterministic = wanted % 3 == 0;
     for (bool dense : {false, true}) {
       c.dense = dense;
       check<bf16>(c);
@@ -262,12 +244,11 @@ TEST(Backward, HugeUpstream) {
 // --- many passes, long lists
 // ------------------------------------------------------------------------
 TEST(Backward, ManyPasses) {
-  BackwardCase c = make_case("passes of dQ", packed({300, 100}, 7));
+  BackwardCase c = make_case("passes of dQ's places", packed({300, 100}, 7));
   set_heads(c, 64, 4, 4, 1);
   c.dim = c.proxy_dim = 64;
   c.block_size = 256;
   c.top_k = 128;
-  c.deterministic = true; // a place for every slot
   check<bf16>(c);
   c = make_case("passes of the teacher", packed({400, 100}, 7));
   set_heads(c, 64, 64, 1, 1); // a teacher for every head
@@ -277,21 +258,17 @@ TEST(Backward, ManyPasses) {
   check<bf16>(c);
 }
 TEST(Backward, EveryTokenSelectsTheSameBlock) {
-//LOOP {
-    BackwardCase c = make_case("same block", packed({3000}));
-    c.ids = Ids::kSame;
-    c.top_k = 2;
-    c.deterministic = deterministic;
-    check<bf16>(c);
-  }
+  BackwardCase c = make_case("same block", packed({3000}));
+  c.ids = Ids::kSame;
+  c.top_k = 2;
+  check<bf16>(c);
 }
 TEST(Backward, ManyShortDocuments) {
   std::vector<int64_t> lengths(300, 7);
   lengths.insert(lengths.begin() + 100, 700);
-//LOOP {
+  {
     BackwardCase c = make_case("short", packed(lengths));
     c.dim = c.proxy_dim = 64;
-    c.deterministic = deterministic;
     check_all(c);
   }
 }
@@ -302,7 +279,6 @@ TEST(Backward, LongerBatch) {
   c.top_k = 8;
   c.block_size = 64;
   check<bf16>(c);
-  c.deterministic = true;
   check<fp16>(c);
 }
 
