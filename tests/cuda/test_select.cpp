@@ -1,9 +1,12 @@
-// Portable selection against scores in double. With small whole numbers every score is exact, so
-// the ids must be the reference's, ties and NaN included; with random data no block left out may
-// beat one kept by more than the rounding bound.
+// Selection by every kernel that takes a case, against scores in double. With small whole numbers
+// every score is exact, so the ids must be the reference's, ties and NaN included; with random data
+// no block left out may beat one kept by more than the rounding bound.
 #include "harness.h"
 
 #include "cuda/portable/select/select.h"
+#if THRESHER_CUDA_SM90
+#include "cuda/sm90/select/select.h"
+#endif
 
 #include <gtest/gtest.h>
 
@@ -17,6 +20,7 @@ namespace thresher::test {
 namespace {
 
 enum class Data { kNormal, kWhole, kEqual, kRising, kNan };
+enum class Kind { kPortable, kSm90 };
 
 struct Case {
   const char* name;
@@ -26,6 +30,14 @@ struct Case {
   Data data = Data::kWhole;
   double scale = 0.25;
   int64_t check_every = 1; // rows that are compared
+  bool head_major = false; // [N, H, S + 3, D] seen as [N, S, H, D]
+};
+
+// A kernel and how its work is cut; 0 as in SelectOptions.
+struct Launch {
+  Kind kind = Kind::kPortable;
+  size_t shared_limit = 0;
+  int splits = 0;
 };
 
 template <class F>
@@ -41,9 +53,44 @@ void parallel_for(int64_t count, F&& f) {
     thread.join();
 }
 
+// Values of a packed [T, H, D] tensor under the layout of a case.
+template <class T>
+class Input {
+ public:
+  Input(const Case& c, const std::vector<T>& values, int64_t tokens, int heads)
+      : array_(c.head_major ? head_major(c, values, heads) : values) {
+    tensor = tensor_of(array_, tokens, heads, c.dim);
+    if (!c.head_major)
+      return;
+    const int64_t per_row = c.batch.per_row, head = (per_row + kGap) * c.dim;
+    const int64_t shape[4] = {c.batch.rows, per_row, heads, c.dim};
+    const int64_t stride[4] = {heads * head, c.dim, head, 1};
+    tensor.rank = 4;
+    std::copy(shape, shape + 4, tensor.shape);
+    std::copy(stride, stride + 4, tensor.stride);
+  }
+  Tensor tensor;
+
+ private:
+  static constexpr int64_t kGap = 3;
+  static std::vector<T> head_major(const Case& c, const std::vector<T>& values, int heads) {
+    const int64_t per_row = c.batch.per_row;
+    std::vector<T> result(static_cast<size_t>(c.batch.rows * heads * (per_row + kGap) * c.dim),
+                          from_double<T>(std::numeric_limits<double>::quiet_NaN()));
+    for (int64_t t = 0; t < c.batch.rows * per_row; ++t)
+      for (int h = 0; h < heads; ++h)
+        std::copy_n(values.begin() + (t * heads + h) * c.dim, c.dim,
+                    result.begin() +
+                        ((t / per_row * heads + h) * (per_row + kGap) + t % per_row) * c.dim);
+    return result;
+  }
+  DeviceArray<T> array_;
+};
+
+// Empty if the kernel does not take the case.
 template <class T>
 std::vector<int32_t> run_select(const Case& c, const std::vector<T>& q, const std::vector<T>& k,
-                                const cuda::portable::SelectOptions& options = {}) {
+                                const Launch& launch = {}) {
   SelectParams params;
   Shapes shapes;
   const DeviceBatch device_batch(c.batch);
@@ -57,17 +104,37 @@ std::vector<int32_t> run_select(const Case& c, const std::vector<T>& q, const st
   params.problem.init_blocks = c.init_blocks;
   params.problem.local_blocks = c.local_blocks;
   params.problem.proxy_scale = c.scale;
-  const DeviceArray<T> device_q(q), device_k(k);
+  const Input<T> device_q(c, q, c.batch.tokens, c.heads);
+  const Input<T> device_k(c, k, c.batch.keys, c.key_heads);
   const DeviceArray<int32_t> ids(int64_t{c.heads} * c.batch.tokens * c.top_k);
-  params.q_proxy = tensor_of(device_q, c.batch.tokens, c.heads, c.dim);
-  params.k_proxy = tensor_of(device_k, c.batch.keys, c.key_heads, c.dim);
+  params.q_proxy = device_q.tensor;
+  params.k_proxy = device_k.tensor;
   params.block_indices = tensor_of(ids, c.heads, c.batch.tokens, c.top_k);
-  const size_t bytes = cuda::portable::select_workspace_size(params, shapes, options);
-  const DeviceArray<char> workspace(static_cast<int64_t>(bytes));
-  cuda::portable::run_select(params, shapes, {workspace.data(), bytes}, options, nullptr);
-  CUDA_CHECK(cudaDeviceSynchronize());
+  const auto run = [&](size_t bytes, auto&& kernel) {
+    const DeviceArray<char> workspace(static_cast<int64_t>(bytes));
+    kernel(Workspace{workspace.data(), bytes});
+    CUDA_CHECK(cudaDeviceSynchronize());
+    EXPECT_TRUE(workspace.guards_intact());
+  };
+  if (launch.kind == Kind::kPortable) {
+    const cuda::portable::SelectOptions options = {launch.shared_limit, launch.splits};
+    run(cuda::portable::select_workspace_size(params, shapes, options),
+        [&](const Workspace& workspace) {
+          cuda::portable::run_select(params, shapes, workspace, options, nullptr);
+        });
+  } else {
+#if THRESHER_CUDA_SM90
+    if (!cuda::sm90::select_blocks.refuses(params, shapes, cuda::device_facts()).empty())
+      return {};
+    run(cuda::sm90::select_workspace_size(params, shapes, launch.splits),
+        [&](const Workspace& workspace) {
+          cuda::sm90::run_select(params, shapes, workspace, launch.splits, nullptr);
+        });
+#else
+    return {};
+#endif
+  }
   EXPECT_TRUE(ids.guards_intact());
-  EXPECT_TRUE(workspace.guards_intact());
   return ids.download();
 }
 
@@ -104,11 +171,8 @@ void make_data(const Case& c, std::vector<T>& q, std::vector<T>& k) {
 }
 
 template <class T>
-void check_case(const Case& c) {
-  SCOPED_TRACE(c.name);
-  std::vector<T> q, k;
-  make_data(c, q, k);
-  const auto ids = run_select<T>(c, q, k);
+void check_ids(const Case& c, const std::vector<T>& q, const std::vector<T>& k,
+               const std::vector<int32_t>& ids) {
   const auto tokens = c.batch.describe();
   const bool exact = c.data != Data::kNormal && c.data != Data::kRising;
   const int64_t rows = c.heads * c.batch.tokens;
@@ -204,9 +268,33 @@ void check_case(const Case& c) {
   }
 }
 
-void check_both(const Case& c) {
-  check_case<__nv_bfloat16>(c);
-  check_case<__half>(c);
+// Whether the Hopper kernel took the case.
+template <class T>
+bool check_case(const Case& c) {
+  SCOPED_TRACE(c.name);
+  std::vector<T> q, k;
+  make_data(c, q, k);
+  {
+    SCOPED_TRACE("portable");
+    check_ids(c, q, k, run_select<T>(c, q, k));
+  }
+  SCOPED_TRACE("sm90");
+  const auto ids = run_select<T>(c, q, k, {Kind::kSm90});
+  if (!ids.empty())
+    check_ids(c, q, k, ids);
+  return !ids.empty();
+}
+bool check_both(const Case& c) {
+  const bool bf16 = check_case<__nv_bfloat16>(c), fp16 = check_case<__half>(c);
+  return bf16 && fp16;
+}
+
+bool has_hopper() {
+#if THRESHER_CUDA_SM90
+  return cuda::device_facts().major == 9;
+#else
+  return false;
+#endif
 }
 
 const std::vector<int64_t> kLengths = {5, 0, 129, 1, 900, 128, 127, 0, 1500, 64};
@@ -247,7 +335,12 @@ TEST(Select, NegativeAndZeroScale) {
   check_both({"zero", packed({900}), 2, 1, 64, 32, 5, 0, 1, Data::kWhole, 0.0});
 }
 TEST(Select, EqualRows) {
-  check_both({"rows", rows(3, 700), 2, 1, 64, 32, 5});
+  for (bool head_major : {false, true})
+    for (int block_size : {32, 128}) {
+      Case c = {"rows", rows(3, 700), 2, 1, 64, block_size, 4};
+      c.head_major = head_major;
+      check_both(c);
+    }
 }
 TEST(Select, FragmentsWithSharedKeys) {
   for (int rank : {0, 2})
@@ -284,6 +377,51 @@ TEST(Select, LongDocument) {
   check_both(c);
 }
 
+// What the Hopper kernel must take and get right.
+TEST(Select, Hopper) {
+  if (!has_hopper())
+    GTEST_SKIP() << "needs compute capability 9.0";
+  const auto check = [](Case c, int64_t every = 1) {
+    c.check_every = every;
+    EXPECT_TRUE(check_both(c)) << "not taken";
+  };
+  for (int block_size : {64, 128, 256})
+    for (int dim : {40, 64, 96, 128})
+      for (Data data : {Data::kWhole, Data::kNormal})
+        check({"dims", packed({2900, 0, 77, 2049, 1}, 3), 4, 2, dim, block_size, 3, 0, 1, data},
+              13);
+  for (auto [heads, key_heads] : {std::pair{1, 1}, {2, 2}, {6, 1}, {12, 2}, {16, 1}, {300, 1}})
+    check({"ratio", packed({600, 10, 733}), heads, key_heads, 64, 64, 4, 0, 1}, 3);
+  for (int top_k : {1, 2, 7, 16, 17, 18, 33})
+    for (int block_size : {64, 128})
+      for (Data data : {Data::kWhole, Data::kEqual, Data::kRising, Data::kNan})
+        check({"top_k", packed({5500, 40}), 2, 1, 128, block_size, top_k, 0, 1, data}, 29);
+  for (auto [init, local] : {std::pair{1, 1}, {0, 2}, {3, 3}, {5, 1}, {0, 6}})
+    check({"forced", packed({1900, 31, 1050}), 2, 1, 64, 64, 6, init, local});
+  for (int block_size : {64, 128, 256})
+    check({"context parallel", context_parallel({3000, 64, 0, 933, 2000, 7}, 3, 1), 4, 2, 128,
+           block_size, 3},
+          7);
+}
+
+// Cut keys: the same ids.
+TEST(Select, SameIdsFromEveryHopperLaunchShape) {
+  if (!has_hopper())
+    GTEST_SKIP() << "needs compute capability 9.0";
+  using T = __nv_bfloat16;
+  for (int block_size : {64, 128, 256})
+    for (int top_k : {16, 32}) {
+      Case c = {"hopper",     packed({9000, 20000, 5}), 4, 1, 128, block_size, top_k, 1, 1,
+                Data::kNormal};
+      std::vector<T> q, k;
+      make_data(c, q, k);
+      const auto ids = run_select<T>(c, q, k, {Kind::kSm90, 0, 1});
+      ASSERT_FALSE(ids.empty());
+      for (int splits : {2, 3, 5, 8})
+        ASSERT_EQ(ids, run_select<T>(c, q, k, {Kind::kSm90, 0, splits})) << splits << " splits";
+    }
+}
+
 // Cut keys, lists in global memory, other documents in the batch: the same ids.
 TEST(Select, SameIdsFromEveryLaunchShape) {
   using T = __nv_bfloat16;
@@ -294,7 +432,7 @@ TEST(Select, SameIdsFromEveryLaunchShape) {
     const auto ids = run_select<T>(alone, q, k);
     for (int splits : {1, 2, 5, 8})
       for (size_t shared_limit : {size_t{0}, size_t{1}}) {
-        ASSERT_EQ(ids, run_select<T>(alone, q, k, {shared_limit, splits}))
+        ASSERT_EQ(ids, run_select<T>(alone, q, k, {Kind::kPortable, shared_limit, splits}))
             << splits << " splits, shared limit " << shared_limit;
       }
     Case among = alone;

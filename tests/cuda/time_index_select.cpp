@@ -1,9 +1,16 @@
-// Times of the portable selection and of the reverse index of what it chose. Not a test.
+// Times of the selection by every kernel that takes a case and of the reverse index of what it
+// chose, a line of JSON each. Not a test. Arguments: a piece of the case's name, the kernel,
+// splits.
 #include "harness.h"
 
 #include "cuda/index/index.h"
 #include "cuda/index/tokens.h"
 #include "cuda/portable/select/select.h"
+#if THRESHER_CUDA_SM90
+#include "cuda/sm90/select/select.h"
+#endif
+
+#include <cstring>
 
 using namespace thresher;
 using namespace thresher::test;
@@ -29,8 +36,14 @@ double graph_ms(int count, F&& f) {
   return ms / count;
 }
 
+const char* only_case = "";
+const char* only_kernel = "";
+int splits = 0; // 0: chosen
+
 void run(const char* name, const Batch& batch, int heads, int key_heads, int dim, int block_size,
-         int top_k, const cuda::portable::SelectOptions& options_select = {}) {
+         int top_k, size_t shared_limit = 0) {
+  if (!std::strstr(name, only_case))
+    return;
   using T = __nv_bfloat16;
   SelectParams params;
   Shapes shapes;
@@ -51,16 +64,38 @@ void run(const char* name, const Batch& batch, int heads, int key_heads, int dim
   params.q_proxy = tensor_of(q, batch.tokens, heads, dim);
   params.k_proxy = tensor_of(k, batch.keys, key_heads, dim);
   params.block_indices = tensor_of(ids, heads, batch.tokens, top_k);
-  const size_t bytes = cuda::portable::select_workspace_size(params, shapes, options_select);
-  const DeviceArray<char> workspace(static_cast<int64_t>(bytes));
-  const double select_ms = graph_ms(batch.tokens <= 32768 ? 10 : 2, [&](cudaStream_t stream) {
-    cuda::portable::run_select(params, shapes, {workspace.data(), bytes}, options_select, stream);
-  });
   double flops = 0;
   for (int64_t f = 0; f < batch.fragments(); ++f) {
     const double length = static_cast<double>(batch.queries(f));
-    flops += length * length * heads * dim;
+    flops += length * (length + 1) * heads * dim;
   }
+  const auto time = [&](const char* kernel, size_t bytes, auto&& select) {
+    if (!std::strstr(kernel, only_kernel))
+      return;
+    const DeviceArray<char> workspace(static_cast<int64_t>(bytes));
+    const double ms = graph_ms(batch.tokens <= 32768 ? 10 : 2, [&](cudaStream_t stream) {
+      select(Workspace{workspace.data(), bytes}, stream);
+    });
+    std::printf("{\"case\": \"%s\", \"kernel\": \"%s\", \"splits\": %d, \"ms\": %.4f, "
+                "\"tflops\": %.0f, \"workspace_mib\": %.1f}\n",
+                name, kernel, splits, ms, flops / ms * 1e-9, bytes / 1048576.0);
+    std::fflush(stdout);
+  };
+  const cuda::portable::SelectOptions options_select = {shared_limit, splits};
+  time("portable", cuda::portable::select_workspace_size(params, shapes, options_select),
+       [&](const Workspace& workspace, cudaStream_t stream) {
+         cuda::portable::run_select(params, shapes, workspace, options_select, stream);
+       });
+#if THRESHER_CUDA_SM90
+  if (!shared_limit &&
+      cuda::sm90::select_blocks.refuses(params, shapes, cuda::device_facts()).empty())
+    time("sm90", cuda::sm90::select_workspace_size(params, shapes, splits),
+         [&](const Workspace& workspace, cudaStream_t stream) {
+           cuda::sm90::run_select(params, shapes, workspace, splits, stream);
+         });
+#endif
+  if (!std::strstr("index", only_kernel))
+    return;
 
   cuda::IndexOptions options;
   options.window_tokens = cuda::suggested_window(shapes);
@@ -78,17 +113,22 @@ void run(const char* name, const Batch& batch, int heads, int key_heads, int dim
   int32_t items = 0;
   CUDA_CHECK(cudaMemcpy(&items, index.segment_items + index.windows * heads, sizeof(items),
                         cudaMemcpyDeviceToHost));
-  std::printf("%-28s select %8.3f ms %5.0f TFLOP/s (%4.0f MiB)   index %7.3f ms (tokens %.3f; "
-              "%4.0f MiB, window "
-              "%d, %d items of at most %d)\n",
-              name, select_ms, flops / select_ms * 1e-9, bytes / 1048576.0, index_ms, tokens_ms,
-              measure.bytes() / 1048576.0, index.window_tokens, items, index.max_items);
+  std::printf("{\"case\": \"%s\", \"kernel\": \"index\", \"ms\": %.4f, \"tokens_ms\": %.4f, "
+              "\"workspace_mib\": %.1f, \"window\": %d, \"items\": %d, \"max_items\": %d}\n",
+              name, index_ms, tokens_ms, measure.bytes() / 1048576.0, index.window_tokens, items,
+              index.max_items);
   std::fflush(stdout);
 }
 
 } // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  if (count > 1)
+    only_case = arguments[1];
+  if (count > 2)
+    only_kernel = arguments[2];
+  if (count > 3)
+    splits = std::atoi(arguments[3]);
   run("4/1 4K", packed({4096}), 4, 1, 128, 128, 16);
   run("4/1 8K", packed({8192}), 4, 1, 128, 128, 16);
   run("4/1 16K", packed({16384}), 4, 1, 128, 128, 16);
@@ -98,15 +138,18 @@ int main() {
   run("4/1 64K D 64", packed({65536}), 4, 1, 64, 128, 16);
   run("4/1 64K D 256", packed({65536}), 4, 1, 256, 128, 16);
   run("1/1 64K", packed({65536}), 1, 1, 128, 128, 16);
+  run("1/1 128K", packed({131072}), 1, 1, 128, 128, 16);
+  run("8/2 128K", packed({131072}), 8, 2, 128, 128, 16);
+  run("4/1 128K D 64", packed({131072}), 4, 1, 64, 128, 16);
+  run("4/1 64K B 64", packed({65536}), 4, 1, 128, 64, 16);
+  run("4/1 64K B 64 K 32", packed({65536}), 4, 1, 128, 64, 32);
+  run("4/1 64K B 256", packed({65536}), 4, 1, 128, 256, 16);
   run("8/2 64K", packed({65536}), 8, 2, 128, 128, 16);
   run("4/1 64K B 32 K 64", packed({65536}), 4, 1, 128, 32, 64);
   run("4/1 64K K 128", packed({65536}), 4, 1, 128, 64, 128);
-  run("4/1 64K B 32 K 64 global", packed({65536}), 4, 1, 128, 32, 64, {1, 0});
-  run("4/1 64K K 128 global", packed({65536}), 4, 1, 128, 64, 128, {1, 0});
-  run("4/1 64K K 16 global", packed({65536}), 4, 1, 128, 128, 16, {1, 0});
-  run("4/1 16K 1 split", packed({16384}), 4, 1, 128, 128, 16, {0, 1});
-  run("4/1 16K 2 splits", packed({16384}), 4, 1, 128, 128, 16, {0, 2});
-  run("4/1 64K 2 splits", packed({65536}), 4, 1, 128, 128, 16, {0, 2});
+  run("4/1 64K B 32 K 64 global", packed({65536}), 4, 1, 128, 32, 64, 1);
+  run("4/1 64K K 128 global", packed({65536}), 4, 1, 128, 64, 128, 1);
+  run("4/1 64K K 16 global", packed({65536}), 4, 1, 128, 128, 16, 1);
   run(
       "4/1 10000 x 7 + 64K",
       [] {

@@ -10,7 +10,6 @@
 namespace thresher::cuda::portable {
 namespace {
 
-constexpr int kMaxSplits = 8;     // finish_rows holds kMaxSplits * 128 candidates in registers
 constexpr int kUnitsPerBlock = 3; // fewer units of work than this for each CTA: split the keys
 
 template <class F>
@@ -32,32 +31,17 @@ Plan plan_select(const SelectParams& params, const Shapes& shapes, void* workspa
                  const SelectOptions& options) {
   Plan plan;
   SelectArgs& args = plan.args;
-  args.geometry = make_geometry(params.problem, shapes);
-  args.block_ids = block_ids_view<int32_t>(params.block_indices);
-  args.proxy_heads = shapes.proxy_heads;
-  args.proxy_kv_heads = shapes.proxy_kv_heads;
-  args.dim = shapes.proxy_dim;
-  args.block_size = shapes.block_size;
-  args.top_k = shapes.top_k;
-  args.init_blocks = params.problem.init_blocks;
-  args.local_blocks = params.problem.local_blocks;
-  args.scale = static_cast<float>(std::abs(params.problem.proxy_scale));
-  args.negate = params.problem.proxy_scale < 0;
+  args = select_args(params, shapes);
   if (args.scored() == 0)
     return plan; // every place is forced
 
   with_kernel(shapes, [&]<class T, int kDim>() {
     plan.score = ScoreTiles<T, kDim>::plan(args.scored(), options.shared_limit);
   });
-  const int32_t heads_per_key = args.proxy_heads / args.proxy_kv_heads;
-  args.tile_heads = std::min(heads_per_key, plan.score.rows);
-  args.head_groups = ceil_div(heads_per_key, args.tile_heads);
-  args.tile_tokens = plan.score.rows / args.tile_heads;
-  args.tile_slots = static_cast<int32_t>(tile_slots(args.geometry, args.tile_tokens));
+  choose_tiles(args, plan.score.rows);
 
   // Few rows leave SMs idle, or wait for the longest one: cut their keys.
-  const int64_t units =
-      ceil_div<int64_t>(shapes.tokens, args.tile_tokens) * args.proxy_kv_heads * args.head_groups;
+  const int64_t units = tile_units(args);
   const int64_t wanted = int64_t{kUnitsPerBlock} * plan.score.blocks;
   args.splits = static_cast<int32_t>(
       std::clamp<int64_t>(ceil_div(wanted, std::max<int64_t>(units, 1)), 1, kMaxSplits));
@@ -77,6 +61,35 @@ Plan plan_select(const SelectParams& params, const Shapes& shapes, void* workspa
 }
 
 } // namespace
+
+SelectArgs select_args(const SelectParams& params, const Shapes& shapes) {
+  SelectArgs args;
+  args.geometry = make_geometry(params.problem, shapes);
+  args.block_ids = block_ids_view<int32_t>(params.block_indices);
+  args.proxy_heads = shapes.proxy_heads;
+  args.proxy_kv_heads = shapes.proxy_kv_heads;
+  args.dim = shapes.proxy_dim;
+  args.block_size = shapes.block_size;
+  args.top_k = shapes.top_k;
+  args.init_blocks = params.problem.init_blocks;
+  args.local_blocks = params.problem.local_blocks;
+  args.scale = static_cast<float>(std::abs(params.problem.proxy_scale));
+  args.negate = params.problem.proxy_scale < 0;
+  return args;
+}
+
+void choose_tiles(SelectArgs& args, int32_t rows) {
+  const int32_t heads_per_key = args.proxy_heads / args.proxy_kv_heads;
+  args.tile_heads = std::min(heads_per_key, rows);
+  args.head_groups = ceil_div(heads_per_key, args.tile_heads);
+  args.tile_tokens = rows / args.tile_heads;
+  args.tile_slots = static_cast<int32_t>(tile_slots(args.geometry, args.tile_tokens));
+}
+
+int64_t tile_units(const SelectArgs& args) {
+  return ceil_div<int64_t>(args.geometry.tokens, args.tile_tokens) * args.proxy_kv_heads *
+         args.head_groups;
+}
 
 size_t select_workspace_size(const SelectParams& params, const Shapes& shapes,
                              const SelectOptions& options) {

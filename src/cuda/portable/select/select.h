@@ -38,6 +38,12 @@ struct SelectArgs {
   THRESHER_HOST_DEVICE int32_t scored() const { return top_k - init_blocks - local_blocks; }
 };
 
+// What a call asks for, and how its rows fall into tiles of at most `rows`.
+SelectArgs select_args(const SelectParams& params, const Shapes& shapes);
+void choose_tiles(SelectArgs& args, int32_t rows);
+// Units of work at one split.
+int64_t tile_units(const SelectArgs& args);
+
 void order_tiles(const SelectArgs& args, cudaStream_t stream);
 void finish_rows(const SelectArgs& args, cudaStream_t stream);
 
@@ -58,6 +64,8 @@ struct ScoreTiles {
   static void run(const SelectArgs& args, const ScorePlan& plan, const TensorView<const T>& q_proxy,
                   const TensorView<const T>& k_proxy, cudaStream_t stream);
 };
+
+inline constexpr int kMaxSplits = 8; // finish_rows holds kMaxSplits * 128 candidates in registers
 
 // What tests and measurements may override; 0: chosen from shapes and device.
 struct SelectOptions {
