@@ -18,14 +18,14 @@ from .model import ByteLM, ModelConfig
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = 300
+    steps: int = 180
     warmup_share: float = 0.4  # of the steps: dense main attention, the proxy learns
     context: int = 2048
     row: int = 4096  # bytes a step
     rate: float = 4e-3
     kl_weight: float = 1.0
-    evaluations: int = 10
-    held_out: int = 12
+    evaluations: int = 9
+    held_out: int = 8
     seed: int = 0
     dtype: str = "float32"
 
