@@ -26,7 +26,7 @@ from bytelm.model import ModelConfig
 from bytelm.train import Run, TrainConfig, load, save
 from thresher.nn import set_mode
 
-PROMPT = b"import os\n\n\ndef main("
+PROMPT = b"class Stack:\n    def __init__(self, items):\n        self.items = "
 
 
 def presets() -> dict[str, tuple[ModelConfig, TrainConfig]]:
@@ -149,7 +149,7 @@ def report(args, runs: list[Run], device: str, seconds: float) -> None:
         tokens = {**h.tokens, **(dense.tokens if dense else {})}[phase]
         summary.append((f"tokens/s, {phase}", f"{tokens / spent:,.0f}"))
 
-    sample = msa.model.generate(PROMPT, 200, temperature=0.6, seed=msa.train.seed)
+    sample = msa.model.generate(PROMPT, 200, temperature=0.9, seed=msa.train.seed)
     text = (PROMPT + sample[len(PROMPT) :]).decode("utf-8", "replace")
     data = {
         "title": "Thresher: a byte-level language model with MiniMax Sparse Attention",
