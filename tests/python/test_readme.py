@@ -51,7 +51,7 @@ def test_files_that_the_readme_links_to_exist():
 def test_names_that_the_readme_uses_exist():
     import thresher
 
-    for path in set(re.findall(r"thresher((?:\.[A-Za-z_]+)+)", README)):
+    for path in set(re.findall(r"thresher((?:\.[A-Za-z_]\w*)+)", README)):
         found = thresher
         for name in path.strip(".").split("."):
             if not hasattr(found, name):
