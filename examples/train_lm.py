@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 import time
 from pathlib import Path
@@ -77,6 +78,24 @@ def configure(args) -> tuple[str, ModelConfig, TrainConfig]:
     return device, model, train
 
 
+class StopAfterStep:
+    """Ctrl-C asks to stop; the step at hand ends first, so that what is saved is whole. A second
+    Ctrl-C interrupts at once."""
+
+    asked = False
+
+    def __enter__(self) -> StopAfterStep:
+        self._previous = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _ask(self, *_) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def train_all(runs: list[Run], checkpoint: Path, configs: dict, quiet: bool) -> bool:
     """Trains what is left; False if Ctrl-C stopped it."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -87,27 +106,25 @@ def train_all(runs: list[Run], checkpoint: Path, configs: dict, quiet: bool) -> 
         TextColumn("{task.fields[shown]}"), TimeRemainingColumn(),
     )  # fmt: skip
     saved = time.monotonic()
-    try:
-        with Progress(*columns, disable=quiet) as progress:
-            for run in runs:
-                label = {"msa": "MSA", "dense": "dense"}[run.name]
-                task = progress.add_task(label, total=run.train.steps, completed=run.done, shown="")
-                while run.done < run.train.steps:
-                    shown = run.step()
-                    text = f"loss {shown['loss']:.3f}"
-                    if "kl" in shown:
-                        text += f"  kl {shown['kl']:.3f}"
-                    text += f"  {shown['rate']:,.0f} tokens/s  {run.mode(run.done - 1)}"
-                    progress.update(task, completed=run.done, shown=text)
-                    if time.monotonic() - saved > 30:
-                        save(checkpoint, runs, configs)
-                        saved = time.monotonic()
-    except KeyboardInterrupt:
+    with StopAfterStep() as stop, Progress(*columns, disable=quiet) as progress:
+        print("training; Ctrl-C saves and reports", flush=True)
+        for run in runs:
+            label = {"msa": "MSA", "dense": "dense"}[run.name]
+            task = progress.add_task(label, total=run.train.steps, completed=run.done, shown="")
+            while run.done < run.train.steps and not stop.asked:
+                shown = run.step()
+                text = f"loss {shown['loss']:.3f}"
+                if "kl" in shown:
+                    text += f"  kl {shown['kl']:.3f}"
+                text += f"  {shown['rate']:,.0f} tokens/s  {run.mode(run.done - 1)}"
+                progress.update(task, completed=run.done, shown=text)
+                if time.monotonic() - saved > 30:
+                    save(checkpoint, runs, configs)
+                    saved = time.monotonic()
         save(checkpoint, runs, configs)
+    if stop.asked:
         print(f"stopped; {checkpoint} is saved, --resume goes on from it")
-        return False
-    save(checkpoint, runs, configs)
-    return True
+    return not stop.asked
 
 
 def report(args, runs: list[Run], device: str, seconds: float) -> None:

@@ -277,6 +277,8 @@ def _deterministic(value: bool | None) -> bool:
 def _attend(inputs, block_indices, cu_seqlens, kl_buffer, options, layout) -> MsaResult:
     q, q_proxy = inputs[0], inputs[3]
     out, lse, _, kl = ops.attend(*inputs, block_indices, cu_seqlens, kl_buffer, *options)
+    # The operator has no gradient for it; still attached, a loss on lse would silently give none.
+    lse = lse.detach()
     if layout == "bhsd":
         out = out.transpose(1, 2)
     if options[3] == ops.KL_NONE:

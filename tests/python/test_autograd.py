@@ -138,6 +138,25 @@ def test_lse_and_block_indices_are_constants_of_autograd():
 
 
 # --- leaves that are views or shared ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", ["msa_attention", "msa_warmup_attention", "sparse_attention"])
+def test_a_loss_on_lse_is_an_error_not_a_gradient_that_is_missing(function):
+    x = [t.requires_grad_() for t in tensors(40).values()]
+    if function == "sparse_attention":
+        ids = thresher.select_blocks(x[3].detach(), x[4].detach(), **SELECTION)
+        lse = thresher.sparse_attention(
+            *x[:3], ids, block_size=SELECTION["block_size"], return_lse=True
+        )[1]
+    elif function == "msa_attention":
+        lse = thresher.msa_attention(*x, **SELECTION).lse
+    else:
+        lse = thresher.msa_warmup_attention(*x).lse
+    assert not lse.requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        lse.sum().backward()
+
+
 def test_one_projection_sliced_into_heads_gets_one_gradient():
     """q, k, v as slices of one tensor, as a fused projection gives them."""
     x = tensors(20)
