@@ -10,7 +10,9 @@ else
   PY := $(CURDIR)/.venv/bin/python
   SETUP := scripts/setup.sh
 endif
-PRESET ?= $(if $(CI),ci,dev)
+# CI compiles the CUDA backend too, wherever nvcc is found.
+NVCC := $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+PRESET ?= $(if $(CI),$(if $(NVCC),ci,ci-cpu),dev)
 BUILD := build/dev
 JOBS ?= $(shell nproc)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
