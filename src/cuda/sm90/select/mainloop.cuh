@@ -5,7 +5,6 @@
 #include "cuda/sm90/common/async.cuh"
 #include "cuda/sm90/common/wgmma.cuh"
 #include "cuda/sm90/select/config.h"
-#include "cuda/sm90/select/products.cuh"
 #include "cuda/sm90/select/top_k.cuh"
 
 namespace thresher::cuda::sm90::select {
@@ -109,10 +108,7 @@ class Consumer {
     for (int k = 0; k < C::kDim / 16; ++k) {
       const uint64_t left = descriptor(a + (k >> 2) * (C::kQueryHalfBytes / 16) + (k & 3) * 2);
       const uint64_t right = descriptor(b + (k >> 2) * (C::kKeyHalfBytes / 16) + (k & 3) * 2);
-      if (k == 0)
-        first_products<T>(score, left, right);
-      else
-        products_ss<T, 0, 0>(score, left, right, 1);
+      products_ss<T, 0, 0>(score, left, right, k > 0);
     }
     wgmma_commit();
   }
