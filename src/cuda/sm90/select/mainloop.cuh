@@ -25,10 +25,11 @@ __device__ __forceinline__ void row_maxima(const float (&d)[64], float& low, flo
       h[chain] = max_nan(max_nan(h[chain], d[4 * j + 2]), d[4 * j + 3]);
     }
   }
-  low = max_nan(l[0], l[1]);
-  high = max_nan(h[0], h[1]);
+  float result[2] = {max_nan(l[0], l[1]), max_nan(h[0], h[1])};
   // Now, not where they are wanted: the scores' registers are the next product's.
-  asm volatile("" : "+f"(low), "+f"(high)::"memory");
+  keep(result);
+  low = result[0];
+  high = result[1];
 }
 
 // Quad maxima of four rows, one a lane: c = 0, 1: rows g, g + 8 of the first product, c = 2, 3: of
@@ -94,9 +95,7 @@ class Consumer {
     return ((address & 0x3ffff) >> 4) | 0x10000u;
   }
   __device__ static __forceinline__ uint64_t descriptor(uint32_t low) {
-    uint64_t result;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(low), "r"(0x40000040u));
-    return result;
+    return uint64_t{0x40000040} << 32 | low;
   }
 
   // Scores of the lower (kSub 0) or upper 64 rows against a stage's keys.
