@@ -15,6 +15,10 @@ __device__ __forceinline__ void barrier_init(uint64_t& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_u32(&barrier)), "r"(arrivals)
                : "memory");
 }
+// Makes initialised barriers visible to bulk copies.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void barrier_arrive(uint64_t& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_u32(&barrier)) : "memory");
 }

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       barrier_init(s.keys_full[i], 1);
       barrier_init(s.keys_empty[i], 4 * C::kConsumers);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barrier_init();
     fence_async_proxy();
   }
   __syncthreads();
