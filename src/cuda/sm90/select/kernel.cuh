@@ -8,7 +8,8 @@
 
 namespace thresher::cuda::sm90::select {
 
-template <class T, class C>
+// Role: what the consumer warpgroups do; measurements put another one in.
+template <class T, class C, template <class, class> class Role = Consumer>
 __global__ void __launch_bounds__(C::kThreads, 1)
     select_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                   const __grid_constant__ Params params) {
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       Producer<C>(s, params, &q, &k).run();
   } else {
     take_registers<C::kConsumerRegisters>();
-    Consumer<T, C>(s, params).run();
+    Role<T, C>(s, params).run();
   }
 }
 
