@@ -139,23 +139,6 @@ struct Case {
   Data data = Data::kNormal;
 };
 
-// A graph of `count` calls: no launch gaps.
-template <class F>
-cudaGraphExec_t make_graph(int count, F&& f) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  CUDA_CHECK(cudaStreamCreate(&stream));
-  CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < count; ++i)
-    f(stream);
-  CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
-  CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
-  CUDA_CHECK(cudaGraphDestroy(graph));
-  CUDA_CHECK(cudaStreamDestroy(stream));
-  return executable;
-}
-
 double median(std::vector<double> x) {
   std::nth_element(x.begin(), x.begin() + x.size() / 2, x.end());
   return x[x.size() / 2];

@@ -36,24 +36,6 @@ struct Gradients { // contiguous, token-major
   std::vector<double> dq, dk, dv, dq_proxy, dk_proxy, kl;
 };
 
-// Keys that (token t, proxy head p) reads.
-inline std::vector<int64_t> keys_of(const ForwardCase& c, const std::vector<int32_t>& ids,
-                                    const Batch::Token& token, int64_t t, int p) {
-  std::vector<int64_t> keys;
-  if (c.dense) {
-    for (int64_t j = 0; j <= token.position; ++j)
-      keys.push_back(token.first_key + j);
-  } else if (token.fragment >= 0) {
-    const int32_t* row = ids.data() + (p * c.batch.tokens + t) * c.top_k;
-    for (int i = 0; i < c.top_k; ++i)
-      if (row[i] >= 0 && std::find(row, row + i, row[i]) == row + i)
-        for (int64_t j = int64_t{row[i]} * c.block_size;
-             j < std::min<int64_t>((row[i] + 1) * int64_t{c.block_size}, token.position + 1); ++j)
-          keys.push_back(token.first_key + j);
-  }
-  return keys;
-}
-
 template <class T>
 using Change = std::function<void(Inputs<T>&)>;
 template <class T>

@@ -421,6 +421,24 @@ void reference_row(const T* q, const T* k, const T* v, const std::vector<int64_t
       out[d] = rounded<T>(out[d]);
 }
 
+// Keys that (token t, proxy head p) reads.
+inline std::vector<int64_t> keys_of(const ForwardCase& c, const std::vector<int32_t>& ids,
+                                    const Batch::Token& token, int64_t t, int p) {
+  std::vector<int64_t> keys;
+  if (c.dense) {
+    for (int64_t j = 0; j <= token.position; ++j)
+      keys.push_back(token.first_key + j);
+  } else if (token.fragment >= 0) {
+    const int32_t* row = ids.data() + (p * c.batch.tokens + t) * c.top_k;
+    for (int i = 0; i < c.top_k; ++i)
+      if (row[i] >= 0 && std::find(row, row + i, row[i]) == row + i)
+        for (int64_t j = int64_t{row[i]} * c.block_size;
+             j < std::min<int64_t>((row[i] + 1) * int64_t{c.block_size}, token.position + 1); ++j)
+          keys.push_back(token.first_key + j);
+  }
+  return keys;
+}
+
 template <class T>
 void expect_right(const ForwardCase& c, const Inputs<T>& x, const std::vector<int32_t>& ids,
                   const ForwardResults& got) {
@@ -433,18 +451,7 @@ void expect_right(const ForwardCase& c, const Inputs<T>& x, const std::vector<in
     const int64_t index = n / c.proxy_heads, t = index * c.check_every;
     const int p = static_cast<int>(n % c.proxy_heads);
     const Batch::Token& token = tokens[static_cast<size_t>(t)];
-    std::vector<int64_t> keys;
-    if (c.dense) {
-      for (int64_t j = 0; j <= token.position; ++j)
-        keys.push_back(token.first_key + j);
-    } else if (token.fragment >= 0) {
-      const int32_t* row = ids.data() + (p * c.batch.tokens + t) * c.top_k;
-      for (int i = 0; i < c.top_k; ++i)
-        if (row[i] >= 0 && std::find(row, row + i, row[i]) == row + i)
-          for (int64_t j = int64_t{row[i]} * c.block_size;
-               j < std::min<int64_t>((row[i] + 1) * int64_t{c.block_size}, token.position + 1); ++j)
-            keys.push_back(token.first_key + j);
-    }
+    const std::vector<int64_t> keys = keys_of(c, ids, token, t, p);
     for (int h = p * group; h < (p + 1) * group; ++h) {
       const int64_t row = index * c.q_heads + h, from = t * c.q_heads + h;
       const T* q = x.q.data() + from * c.dim;

@@ -282,4 +282,30 @@ double median_ms(int repeats, F&& f) {
   return times[times.size() / 2];
 }
 
+// A graph of `count` calls: no launch gaps.
+template <class F>
+cudaGraphExec_t make_graph(int count, F&& f) {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  CUDA_CHECK(cudaStreamCreate(&stream));
+  CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < count; ++i)
+    f(stream);
+  CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+  CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
+  CUDA_CHECK(cudaGraphDestroy(graph));
+  CUDA_CHECK(cudaStreamDestroy(stream));
+  return executable;
+}
+
+// Median of one call from such a graph.
+template <class F>
+double graph_ms(int count, F&& f) {
+  const cudaGraphExec_t executable = make_graph(count, f);
+  const double ms = median_ms(5, [&] { CUDA_CHECK(cudaGraphLaunch(executable, nullptr)); });
+  CUDA_CHECK(cudaGraphExecDestroy(executable));
+  return ms / count;
+}
+
 } // namespace thresher::test

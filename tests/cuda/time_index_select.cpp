@@ -17,25 +17,6 @@ using namespace thresher::test;
 
 namespace {
 
-// Of one call, from a CUDA graph of `count` calls: no launch gaps.
-template <class F>
-double graph_ms(int count, F&& f) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  CUDA_CHECK(cudaStreamCreate(&stream));
-  CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < count; ++i)
-    f(stream);
-  CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
-  CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
-  const double ms = median_ms(5, [&] { CUDA_CHECK(cudaGraphLaunch(executable, nullptr)); });
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
-  return ms / count;
-}
-
 const char* only_case = "";
 const char* only_kernel = "";
 int splits = 0; // 0: chosen

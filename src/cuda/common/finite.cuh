@@ -13,7 +13,12 @@ __device__ __forceinline__ bool not_finite(uint32_t pair) {
   return ((rest - 0x00010001u) & ~rest & 0x80008000u) != 0;
 }
 
-// Rows of V that are not finite would spoil, as 0 * NaN, the results of queries that do not see
+template <class T>
+__device__ __forceinline__ bool not_finite(const uint4& x) {
+  return not_finite<T>(x.x) || not_finite<T>(x.y) || not_finite<T>(x.z) || not_finite<T>(x.w);
+}
+
+// Rows that are not finite would spoil, as 0 * NaN, the results of queries that do not see
 // them: they become zeros and are noted in `bad` (one bit a row, (kRows + 31) / 32 words). Returns
 // whether there are any. `tile` is loaded and seen by all threads; synchronises.
 template <class T, int kDim, int kRows, int kThreads>

@@ -5,6 +5,7 @@
 #include "cuda/index/tokens.h"
 #include "cuda/kernel.h"
 #include "cuda/portable/backward/unit.cuh"
+#include "cuda/portable/forward/forward.h"
 #include "cuda/portable/forward/heads.h"
 
 #include <algorithm>
@@ -18,10 +19,6 @@ constexpr double kLog2e = 1.4426950408889634;
 constexpr int64_t kPassBytes = int64_t{3} << 28; // 768 MiB of what is kept of a pass's tokens
 constexpr int32_t kDenseBlock = 128;             // keys of a block of dense lists
 constexpr int32_t kLeastTokens = 16;             // of a pass
-
-int padded(int dim) {
-  return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
-}
 
 // What a call computes. Of KlParams the same, without gradients.
 struct Request {
@@ -69,12 +66,12 @@ struct Plan {
 
 template <class T, class F>
 void with_main(const Shapes& s, F&& f) {
-  with_dim<64, 128, 256>(padded(s.dim),
+  with_dim<64, 128, 256>(forward::tile_dim(s.dim),
                          [&]<int kDim>() { f.template operator()<MainKernel<T, kDim>>(); });
 }
 template <class T, class F>
 void with_proxy(const Shapes& s, F&& f) {
-  with_dim<64, 128, 256>(padded(s.proxy_dim),
+  with_dim<64, 128, 256>(forward::tile_dim(s.proxy_dim),
                          [&]<int kDim>() { f.template operator()<ProxyKernel<T, kDim>>(); });
 }
 
@@ -100,7 +97,8 @@ Plan make_plan(const Request& r, const Shapes& s, const BlockIndex* given,
   if (r.proxy)
     plan.proxy_key_tiles = ceil_div(r.block_size, plan.proxy.keys);
 
-  const int main_dim = padded(s.dim), proxy_dim = r.proxy ? padded(s.proxy_dim) : 0;
+  const int main_dim = forward::tile_dim(s.dim),
+            proxy_dim = r.proxy ? forward::tile_dim(s.proxy_dim) : 0;
   const bool dq = r.main && params.dq, dq_proxy = r.proxy_gradients && params.dq_proxy;
   const int64_t dq_places = int64_t{plan.slots} * (deterministic ? plan.key_tiles : 1);
   const int64_t dq_proxy_places = int64_t{plan.slots} * (deterministic ? plan.proxy_key_tiles : 1);
@@ -189,7 +187,8 @@ void run_passes(const Request& r, const Shapes& s, Plan plan, bool build, cudaSt
   const BlockIndex& index = plan.index;
   const Geometry geometry = make_geometry(params.problem, s);
   const bool deterministic = params.problem.deterministic;
-  const int main_dim = padded(s.dim), proxy_dim = r.proxy ? padded(s.proxy_dim) : 0;
+  const int main_dim = forward::tile_dim(s.dim),
+            proxy_dim = r.proxy ? forward::tile_dim(s.proxy_dim) : 0;
   const int32_t tokens_in_all = static_cast<int32_t>(s.tokens);
   if (r.dense) {
     check(cudaMemsetAsync(index.scratch.cleared, 0, index.scratch.cleared_bytes, stream),

@@ -3,6 +3,7 @@
 //   tile t is there | S^T, P^T, teacher, dP^T, dS^T (t + 1 is being loaded) | dV, dK, dQ
 #pragma once
 
+#include "cuda/common/finite.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/portable/backward/backward.h"
 #include "cuda/portable/backward/flush.cuh"
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas)
       ptx::copy_async_wait<0>();
       __syncthreads();
       const bool bad_keys =
-          clear_bad_keys<T, C::kDim, C::kKeys, C::kThreads>(shared.k, shared.bad_keys);
+          clear_bad_rows<T, C::kDim, C::kKeys, C::kThreads>(shared.k, shared.bad_keys);
       const uint32_t selection = selection_bits<C>(unit.heads, lane);
       clear(dk);
       clear(dv);

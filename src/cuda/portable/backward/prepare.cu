@@ -1,9 +1,9 @@
 // Row constants of a pass. A row that holds an infinity or a NaN is marked here, so that the main
 // kernels can keep it from the sums of rows that do not read it.
+#include "cuda/common/finite.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/reduce.cuh"
 #include "cuda/portable/backward/backward.h"
-#include "cuda/portable/backward/rows.cuh"
 
 namespace thresher::cuda::portable::backward {
 namespace {
@@ -11,12 +11,6 @@ namespace {
 constexpr int kThreads = 256, kLanes = 8; // lanes of a row
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kNan = __builtin_nanf(""), kInfinity = __builtin_inff();
-
-template <class T>
-__device__ __forceinline__ bool has_bad(const uint4& x) {
-  return backward::has_bad<T>(x.x) || backward::has_bad<T>(x.y) || backward::has_bad<T>(x.z) ||
-         backward::has_bad<T>(x.w);
-}
 
 template <class T>
 __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
@@ -65,11 +59,11 @@ __global__ void __launch_bounds__(kThreads)
   float delta = 0.f;
   if (real) {
     for (int chunk = lane * 8; chunk < args.dim; chunk += kLanes * 8) {
-      bad_query |= has_bad<T>(__ldg(reinterpret_cast<const uint4*>(q.at(token, head) + chunk)));
+      bad_query |= not_finite<T>(__ldg(reinterpret_cast<const uint4*>(q.at(token, head) + chunk)));
       if (dout.data) {
         const uint4 x = __ldg(reinterpret_cast<const uint4*>(dout.at(token, head) + chunk));
         const uint4 y = __ldg(reinterpret_cast<const uint4*>(out.at(token, head) + chunk));
-        bad_output |= has_bad<T>(x);
+        bad_output |= not_finite<T>(x);
         delta += dot<T>(x, y);
       }
     }
@@ -104,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
   bool bad_query = false, bad_teacher = false;
   if (real) {
     for (int chunk = lane * 8; chunk < args.dim; chunk += kLanes * 8)
-      bad_query |= has_bad<T>(__ldg(reinterpret_cast<const uint4*>(q.at(token, head) + chunk)));
+      bad_query |= not_finite<T>(__ldg(reinterpret_cast<const uint4*>(q.at(token, head) + chunk)));
     for (int i = lane; i < args.group; i += kLanes)
       bad_teacher |= isnan(args.main[row * args.group + i].x);
     if (args.clear)

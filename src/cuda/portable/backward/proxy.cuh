@@ -4,6 +4,7 @@
 //   tile t is there | S, dS, KL (t + 1 is being loaded) | dK, dQ
 #pragma once
 
+#include "cuda/common/finite.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/reduce.cuh"
 #include "cuda/portable/backward/backward.h"
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas)
     ptx::copy_async_wait<0>();
     __syncthreads();
     const bool bad_keys =
-        clear_bad_keys<T, C::kDim, C::kKeys, C::kThreads>(shared.k, shared.bad_keys);
+        clear_bad_rows<T, C::kDim, C::kKeys, C::kThreads>(shared.k, shared.bad_keys);
     float dk[2][C::kColumns / 8][4];
     clear(dk);
 

@@ -141,40 +141,4 @@ __device__ __forceinline__ void load_keys(const WorkParams& p, const Unit& unit,
       });
 }
 
-// Whether one of two packed 16-bit floats is infinite or NaN.
-template <class T>
-__device__ __forceinline__ bool has_bad(uint32_t pair) {
-  constexpr uint32_t kExponent = std::is_same_v<T, bf16> ? 0x7f807f80u : 0x7c007c00u;
-  const uint32_t rest = (pair & kExponent) ^ kExponent;
-  return ((rest - 0x00010001u) & ~rest & 0x80008000u) != 0;
-}
-
-// Key rows with an infinity or NaN would spoil, as 0 * NaN, the sums of rows that do not see them:
-// they are replaced by zeros and noted in `bad_keys`. Returns whether there are any. `keys` is a
-// loaded tile that all threads see; synchronises.
-template <class T, int kDim, int kKeys, int kThreads>
-__device__ __forceinline__ bool clear_bad_keys(uint8_t* keys, uint32_t* bad_keys) {
-  constexpr int kPerRow = kThreads / kKeys, kChunks = Tile<kDim>::kChunks;
-  const int row = threadIdx.x / kPerRow;
-  bool bad = false;
-#pragma unroll
-  for (int chunk = threadIdx.x % kPerRow; chunk < kChunks; chunk += kPerRow) {
-    const uint4 x = *reinterpret_cast<const uint4*>(keys + Tile<kDim>::offset(row, chunk));
-    bad |= has_bad<T>(x.x) || has_bad<T>(x.y) || has_bad<T>(x.z) || has_bad<T>(x.w);
-  }
-  if (!__syncthreads_or(bad))
-    return false;
-  if (threadIdx.x < (kKeys + 31) / 32)
-    bad_keys[threadIdx.x] = 0;
-  __syncthreads();
-  if (bad)
-    atomicOr(bad_keys + row / 32, 1u << (row % 32));
-  __syncthreads();
-  if (bad_keys[row / 32] >> (row % 32) & 1)
-    for (int chunk = threadIdx.x % kPerRow; chunk < kChunks; chunk += kPerRow)
-      *reinterpret_cast<uint4*>(keys + Tile<kDim>::offset(row, chunk)) = make_uint4(0, 0, 0, 0);
-  __syncthreads();
-  return true;
-}
-
 } // namespace thresher::cuda::portable::backward

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/portable/backward/config.h"
+#include "cuda/portable/forward/heads.h"
 
 namespace thresher::cuda::portable::backward {
 
@@ -14,17 +15,13 @@ struct HeadRange {
 THRESHER_HOST_DEVICE HeadRange head_range(int32_t q_heads, int32_t kv_heads, int32_t proxy_heads,
                                           int32_t chunks, int32_t max_heads, int32_t proxy_head,
                                           int32_t part) {
-  const int32_t group = q_heads / proxy_heads, per_kv = q_heads / kv_heads;
-  const int32_t begin = proxy_head * group, end = begin + group;
+  const forward::HeadSpan span =
+      forward::head_span(q_heads, kv_heads, proxy_heads, proxy_head, part / chunks);
+  const int32_t skipped = part % chunks * max_heads, left = span.count - skipped;
   HeadRange range;
-  range.kv_head = begin / per_kv + part / chunks;
-  const int32_t from = range.kv_head * per_kv, to = from + per_kv;
-  const int32_t first = (begin > from ? begin : from) + part % chunks * max_heads;
-  const int32_t last = end < to ? end : to;
-  range.first = first;
-  range.count = last - first < max_heads ? last - first : max_heads;
-  if (range.count < 0)
-    range.count = 0;
+  range.kv_head = span.kv_head;
+  range.first = span.first + skipped;
+  range.count = left < 0 ? 0 : left < max_heads ? left : max_heads;
   return range;
 }
 

@@ -1,6 +1,5 @@
 // One CTA a multiprocessor: warpgroups 0 and 1 consume, warpgroup 2 produces (one warp of it,
-// or all). Roles, barriers and the shared-memory map:
-// docs/kernels/backward.md.
+// or all). Roles, barriers and the shared-memory map: docs/kernels/backward.md.
 #pragma once
 
 #include "cuda/sm90/backward/mainloop.cuh"
@@ -25,7 +24,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       barrier_init(s.rows_full[i], 1 + 32); // bulk copies, and cp.async of a warp's lanes
       barrier_init(s.rows_empty[i], kConsumerWarps);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barrier_init();
     fence_async_proxy();
   }
   if constexpr (kTeacher)

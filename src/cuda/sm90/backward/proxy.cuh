@@ -5,7 +5,7 @@
 
 #include "cuda/common/reduce.cuh"
 #include "cuda/sm90/backward/epilogue.cuh"
-#include "cuda/sm90/common/proxy_stream.cuh"
+#include "cuda/sm90/backward/proxy_stream.cuh"
 
 namespace thresher::cuda::sm90::backward {
 
@@ -28,7 +28,7 @@ struct ProxyParams {
 };
 
 template <class T, int kDim>
-using ProxyBackwardStream = ProxyStream<T, kDim, 8, true>;
+using ProxyBackwardStream = ProxyStream<T, kDim, 8>;
 
 template <class T, int kDim>
 class ProxyBackward {

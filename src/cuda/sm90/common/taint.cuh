@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(256)
     const uint4 x =
         __ldg(reinterpret_cast<const uint4*>(tensor.at(key, static_cast<int>(row % heads))) +
               (i - row * chunks));
-    tainted |= not_finite<T>(x.x) || not_finite<T>(x.y) || not_finite<T>(x.z) || not_finite<T>(x.w);
+    tainted |= not_finite<T>(x);
   }
   taint(gate, tainted);
 }

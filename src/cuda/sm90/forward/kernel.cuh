@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       barrier_init(s.rows_empty[i], 4); // the warps of the one warpgroup that took the tile
     }
     barrier_init(s.tail, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barrier_init();
     fence_async_proxy();
   }
   __syncthreads();

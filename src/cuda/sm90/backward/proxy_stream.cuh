@@ -1,9 +1,10 @@
-// Feeds the proxy's kernels, which use mma.sync: a proxy row is one row a token, a sixteenth of the
-// main attention's work. A tile is 16 tokens a warp of one work item's list x the block's 128 keys.
+// Feeds the proxy's backward, which uses mma.sync: a proxy row is one row a token, a sixteenth of
+// the main attention's work. A tile is 16 tokens a warp of one work item's list x the block's 128
+// keys.
 //
 // Everything a tile needs is fetched ahead, across work items, while the tiles before it are worked
 // on. With tile t in hand:
-//   t + 1   its rows (and keys, if its item is another; and teacher) are copied to shared memory
+//   t + 1   its rows and the teacher's (and its item's keys, if new) are copied to shared memory
 //   t + 2   what is known of its tokens (Row) is looked up
 //   t + 3   its entries are read
 #pragma once
@@ -12,7 +13,7 @@
 #include "cuda/common/view.h"
 #include "cuda/index/index.h"
 
-namespace thresher::cuda::sm90 {
+namespace thresher::cuda::sm90::backward {
 
 // What a row of a tile is. Past the end of the list: token -1, last_key -1.
 struct ProxyRow {
@@ -36,7 +37,7 @@ struct ProxySource {
   int32_t first_item, last_item; // dealt round robin to the CTAs
   TensorView<const T> q_proxy, k_proxy;
   int32_t heads_per_key; // Hp / Hpk
-  // With kTeacher: [pairs of the pass][128] fp16, pairs counted from segment first_segment.
+  // [pairs of the pass][128] fp16, pairs counted from segment first_segment.
   const __half* teacher;
   int32_t first_segment;
 
@@ -47,7 +48,7 @@ struct ProxySource {
   }
 };
 
-template <class T, int kDim, int kWarps, bool kTeacher>
+template <class T, int kDim, int kWarps>
 struct ProxyStream {
   static constexpr int kKeys = 128, kTokens = 16 * kWarps, kThreads = 32 * kWarps;
   static constexpr int kRowBytes = Tile<kDim>::kRowBytes;
@@ -55,7 +56,7 @@ struct ProxyStream {
   struct Shared {
     alignas(128) uint8_t keys[2][kKeys * kRowBytes];
     alignas(128) uint8_t rows[2][kTokens * kRowBytes];
-    alignas(128) uint8_t teacher[2][kTeacher ? kTokens * kKeys * 2 : 128];
+    alignas(128) uint8_t teacher[2][kTokens * kKeys * 2];
     ProxyRow row[3][kTokens];
     ProxyTileInfo tile[8];
   };
@@ -174,13 +175,11 @@ struct ProxyStream {
               return rows[row].token >= 0 ? from_.q_proxy.at(rows[row].token, item.proxy_head)
                                           : nullptr;
             });
-        if constexpr (kTeacher) {
-          const __half* pairs = from_.teacher + (from_.first_pair(item) + info.entry) * kKeys;
-          const int count = item.entry_count - info.entry;
-          load_rows_async<kKeys, kTokens, kThreads>(
-              ptx::shared_address(s_.teacher[t & 1]), threadIdx.x, kKeys, from_.teacher,
-              [&](int row) { return row < count ? pairs + row * kKeys : nullptr; });
-        }
+        const __half* pairs = from_.teacher + (from_.first_pair(item) + info.entry) * kKeys;
+        const int count = item.entry_count - info.entry;
+        load_rows_async<kKeys, kTokens, kThreads>(
+            ptx::shared_address(s_.teacher[t & 1]), threadIdx.x, kKeys, from_.teacher,
+            [&](int row) { return row < count ? pairs + row * kKeys : nullptr; });
       }
       ptx::copy_async_commit();
     }
@@ -221,4 +220,4 @@ struct ProxyStream {
   }
 };
 
-} // namespace thresher::cuda::sm90
+} // namespace thresher::cuda::sm90::backward
