@@ -242,11 +242,12 @@ bool combine_weights(const T* max, const T* sum, int64_t step, const uint8_t* us
 }
 
 template <class In>
-void combine(const AttendArgs& a, const Window& w, int32_t begin, int32_t end) {
+void combine(const AttendArgs& a, const Window& w, int32_t begin, int32_t end, void* memory) {
   using T = Acc<In>;
   const Sizes& z = a.sizes;
-  T* weight = static_cast<T*>(__builtin_alloca(static_cast<size_t>(a.slots) * sizeof(T)));
-  T* out = static_cast<T*>(__builtin_alloca(static_cast<size_t>(z.padded_dim) * sizeof(T)));
+  Scratch scratch(memory);
+  T* weight = scratch.take<T>(a.slots); // not on the stack: top_k may be anything
+  T* out = scratch.take<T>(z.padded_dim);
   for (int32_t t = begin; t < end; ++t) {
     const int64_t item = static_cast<int64_t>(t) * a.slots, token = w.token0 + t;
     const uint8_t* used = w.used + item;
@@ -278,10 +279,12 @@ void combine(const AttendArgs& a, const Window& w, int32_t begin, int32_t end) {
 }
 
 template <class In>
-size_t attend_scratch(const Sizes& z, const Tiling& t) {
-  Scratch counter(nullptr);
-  Buffers<Acc<In>> buffers(counter, z, t);
-  return counter.used();
+size_t attend_scratch(const Sizes& z, const Tiling& t, int32_t slots) {
+  Scratch tiles(nullptr), combination(nullptr);
+  Buffers<Acc<In>> buffers(tiles, z, t);
+  combination.take<Acc<In>>(slots);
+  combination.take<Acc<In>>(z.padded_dim);
+  return tiles.used() > combination.used() ? tiles.used() : combination.used();
 }
 
 template <class In>

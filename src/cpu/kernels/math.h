@@ -16,7 +16,7 @@ struct MathConstants<float> {
   static constexpr float exp_low = -87.0f;  // below: 0, the results would be subnormal
   static constexpr float exp_high = 88.72f; // above: infinity
   static constexpr int exp_terms = 7, log_terms = 5;
-  static constexpr int32_t sqrt_half_bits = 0x3f3504f3;
+  static constexpr uint32_t sqrt_half_bits = 0x3f3504f3;
 };
 template <>
 struct MathConstants<double> {
@@ -27,7 +27,7 @@ struct MathConstants<double> {
   static constexpr double exp_low = -708.0;
   static constexpr double exp_high = 709.78;
   static constexpr int exp_terms = 13, log_terms = 11;
-  static constexpr int64_t sqrt_half_bits = 0x3fe6a09e667f3bcd;
+  static constexpr uint64_t sqrt_half_bits = 0x3fe6a09e667f3bcd;
 };
 
 template <class T>
@@ -65,8 +65,8 @@ inline Vec<T> exp(Vec<T> x) {
 template <class T>
 inline Vec<T> log(Vec<T> x) {
   using C = MathConstants<T>;
-  const IntVec<T> e_bits = (bits<T>(x) - C::sqrt_half_bits) >> C::mantissa_bits;
-  const Vec<T> m = from_bits<T>(bits<T>(x) - (e_bits << C::mantissa_bits));
+  const IntVec<T> e_bits = (IntVec<T>)(bits<T>(x) - C::sqrt_half_bits) >> C::mantissa_bits;
+  const Vec<T> m = from_bits<T>(bits<T>(x) - ((UIntVec<T>)e_bits << C::mantissa_bits));
   const Vec<T> e = __builtin_convertvector(e_bits, Vec<T>);
   const Vec<T> s = (m - 1) / (m + 1);
   const Vec<T> s2 = s * s;

@@ -22,24 +22,31 @@ struct IntOf;
 template <>
 struct IntOf<float> {
   using type = int32_t;
+  using unsigned_type = uint32_t;
 };
 template <>
 struct IntOf<double> {
   using type = int64_t;
+  using unsigned_type = uint64_t;
 };
 template <class T>
 using Int = typename IntOf<T>::type;
+template <class T>
+using UInt = typename IntOf<T>::unsigned_type;
 
 template <class T>
 struct Simd {
   typedef T Vec __attribute__((vector_size(kVectorBytes)));
   typedef Int<T> IntVec __attribute__((vector_size(kVectorBytes)));
+  typedef UInt<T> UIntVec __attribute__((vector_size(kVectorBytes)));
   static constexpr int lanes = kVectorBytes / static_cast<int>(sizeof(T));
 };
 template <class T>
 using Vec = typename Simd<T>::Vec;
 template <class T>
 using IntVec = typename Simd<T>::IntVec;
+template <class T>
+using UIntVec = typename Simd<T>::UIntVec;
 template <class T>
 constexpr int kLanes = Simd<T>::lanes;
 
@@ -67,12 +74,13 @@ template <class T>
 inline IntVec<T> splat_int(Int<T> x) {
   return x - IntVec<T>{};
 }
+// Bit patterns are unsigned: sums of any two of them wrap around.
 template <class T>
-inline IntVec<T> bits(Vec<T> v) {
-  return (IntVec<T>)v;
+inline UIntVec<T> bits(Vec<T> v) {
+  return (UIntVec<T>)v;
 }
 template <class T>
-inline Vec<T> from_bits(IntVec<T> v) {
+inline Vec<T> from_bits(UIntVec<T> v) {
   return (Vec<T>)v;
 }
 
