@@ -1,5 +1,6 @@
 #include "core/check.h"
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <limits>
@@ -43,6 +44,44 @@ std::string text_of(std::initializer_list<int64_t> shape) {
   for (int64_t size : shape)
     text += (text.size() > 1 ? ", " : "") + std::to_string(size);
   return text + "]";
+}
+
+bool is_input_dtype(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kBFloat16 ||
+         dtype == DType::kFloat16;
+}
+
+bool is_empty(const Tensor& tensor) {
+  return std::find(tensor.shape, tensor.shape + tensor.rank, 0) != tensor.shape + tensor.rank;
+}
+
+// What will be read or written is there, on whole elements, at offsets of 64 bits. Tensors without
+// elements need none of it.
+void check_memory(const char* argument, const Tensor& tensor) {
+  if (is_empty(tensor))
+    return;
+  if (!tensor)
+    invalid(argument, "shape " + text_of(tensor) + ", but no data");
+  const auto size = static_cast<int64_t>(element_size(tensor.dtype));
+  if (reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(size) != 0)
+    invalid(argument, "data is not aligned to its elements of " + std::to_string(size) + " bytes");
+  int64_t low = 0, high = 0; // bytes from data to the first and the last element
+  for (int axis = 0; axis < tensor.rank; ++axis) {
+    int64_t step;
+    int64_t& end = tensor.stride[axis] < 0 ? low : high;
+    if (__builtin_mul_overflow(tensor.shape[axis] - 1, tensor.stride[axis], &step) ||
+        __builtin_mul_overflow(step, size, &step) || __builtin_add_overflow(end, step, &end))
+      invalid(argument, "stride " + std::to_string(tensor.stride[axis]) + " of dimension " +
+                            std::to_string(axis) + " leads beyond 2^63 bytes");
+  }
+}
+
+// Two elements of a result in one place would be written by two threads.
+void check_result(const char* argument, const Tensor& tensor) {
+  for (int axis = 0; axis < tensor.rank; ++axis)
+    if (tensor.shape[axis] > 1 && tensor.stride[axis] == 0 && !is_empty(tensor))
+      invalid(argument,
+              "stride 0 in dimension " + std::to_string(axis) + ", which only inputs may have");
 }
 
 void check_dtype(const char* argument, const Tensor& tensor, DType expected, const char* why) {
@@ -105,6 +144,11 @@ class Checker {
                   "[batch, tokens, heads]");
     else
       check_shape(argument, tensor, {shapes.tokens, heads}, "[tokens, heads]");
+    check_memory(argument, tensor);
+  }
+  void result_rows(const char* argument, const Tensor& tensor, int32_t heads) {
+    rows(argument, tensor, heads);
+    check_result(argument, tensor);
   }
   // [Hp, T, K] or [N, Hp, S, K]; fixes K.
   void indices(const Tensor& tensor) {
@@ -120,6 +164,7 @@ class Checker {
       check_shape(argument, tensor, {shapes.proxy_heads, shapes.tokens, shapes.top_k},
                   "[proxy heads, tokens, top_k_blocks]");
     contiguous_last(argument, tensor);
+    check_memory(argument, tensor);
   }
 
   void require(const char* argument, const Tensor& tensor) {
@@ -201,9 +246,10 @@ class Checker {
       rank_ = tensor.rank;
       first_ = argument;
       shapes.dtype = tensor.dtype;
-      if (tensor.dtype == DType::kInt32)
+      if (!is_input_dtype(tensor.dtype))
         throw Error(ErrorCode::kInvalidType, argument,
-                    "dtype int32, but float32, float64, bfloat16 and float16 are supported");
+                    std::string("dtype ") + name_of(tensor.dtype) +
+                        ", but float32, float64, bfloat16 and float16 are supported");
       shapes.batch = rank_ == 4 ? tensor.shape[0] : 1;
     }
     if (tensor.rank != rank_)
@@ -211,6 +257,7 @@ class Checker {
                             std::to_string(rank_));
     check_dtype(argument, tensor, shapes.dtype, "all inputs have one dtype");
     contiguous_last(argument, tensor);
+    check_memory(argument, tensor);
     if (rank_ == 4 && tensor.shape[0] != shapes.batch)
       invalid(argument, "batch size " + std::to_string(tensor.shape[0]) + ", but " + first_ +
                             " has " + std::to_string(shapes.batch));
@@ -261,6 +308,7 @@ class Checker {
     else
       check_shape(argument, tensor, {per_row, heads, dim}, "[tokens, heads, dim]");
     contiguous_last(argument, tensor);
+    check_memory(argument, tensor);
   }
 
   static void divides(const char* argument, const char* few_name, int32_t few,
@@ -348,6 +396,7 @@ Shapes check(const SelectParams& p, const Device& device) {
   c.block_size();
   c.top_k();
   c.indices(p.block_indices);
+  check_result("block_indices", p.block_indices);
   c.fragments();
   return c.shapes;
 }
@@ -359,13 +408,14 @@ Shapes check(const ForwardParams& p, const Device& device, Keys keys) {
   if (Checker::given(p.proxy_lse) || Checker::given(p.q_proxy)) {
     check_proxy(c, p.problem, p.q_proxy, p.k_proxy);
     c.require("proxy_lse", p.proxy_lse);
-    c.rows("proxy_lse", p.proxy_lse, c.shapes.proxy_heads);
+    c.result_rows("proxy_lse", p.proxy_lse, c.shapes.proxy_heads);
   }
   c.main_heads();
   c.require("out", p.out);
   c.like_queries("out", p.out, c.shapes.q_heads, c.shapes.dim);
+  check_result("out", p.out);
   c.require("lse", p.lse);
-  c.rows("lse", p.lse, c.shapes.q_heads);
+  c.result_rows("lse", p.lse, c.shapes.q_heads);
   c.fragments();
   return c.shapes;
 }
@@ -384,7 +434,7 @@ Shapes check(const BackwardParams& p, const Device& device, Keys keys) {
     if (Checker::given(p.dkl))
       c.rows("dkl", p.dkl, c.shapes.proxy_heads);
     if (Checker::given(p.kl))
-      c.rows("kl", p.kl, c.shapes.proxy_heads);
+      c.result_rows("kl", p.kl, c.shapes.proxy_heads);
   }
   c.main_heads();
   if (main) {
@@ -413,6 +463,7 @@ Shapes check(const BackwardParams& p, const Device& device, Keys keys) {
     const int32_t dim = g.of_proxy ? s.proxy_dim : s.dim;
     g.of_queries ? c.like_queries(g.name, g.tensor, heads, dim)
                  : c.like_keys(g.name, g.tensor, heads, dim);
+    check_result(g.name, g.tensor);
   }
   c.fragments();
   return c.shapes;
@@ -428,7 +479,7 @@ Shapes check(const KlParams& p, const Device& device) {
   c.require("proxy_lse", p.proxy_lse);
   c.rows("proxy_lse", p.proxy_lse, c.shapes.proxy_heads);
   c.require("kl", p.kl);
-  c.rows("kl", p.kl, c.shapes.proxy_heads);
+  c.result_rows("kl", p.kl, c.shapes.proxy_heads);
   c.fragments();
   return c.shapes;
 }

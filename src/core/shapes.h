@@ -8,6 +8,20 @@
 
 namespace thresher {
 
+inline size_t element_size(DType dtype) {
+  switch (dtype) {
+  case DType::kFloat64:
+    return 8;
+  case DType::kFloat32:
+  case DType::kInt32:
+    return 4;
+  case DType::kBFloat16:
+  case DType::kFloat16:
+    return 2;
+  }
+  return 0;
+}
+
 struct Shapes {
   int64_t batch = 1;  // N; 1 for packed tensors
   int64_t tokens = 0; // T = batch * tokens_per_row

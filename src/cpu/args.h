@@ -124,10 +124,11 @@ struct Kernels {
   const char* isa;
   size_t (*select_scratch)(const SelectArgs&);
   void (*select)(const SelectArgs&, const SelectTile&, void* scratch);
-  size_t (*attend_scratch)(const Sizes&, const Tiling&);
+  size_t (*attend_scratch)(const Sizes&, const Tiling&, int32_t slots); // the combination's too
   void (*attend)(const AttendArgs&, const Window&, const Chunk&, void* scratch);
   void (*attend_reset)(const AttendArgs&, const Window&, int32_t token_begin, int32_t token_end);
-  void (*attend_combine)(const AttendArgs&, const Window&, int32_t token_begin, int32_t token_end);
+  void (*attend_combine)(const AttendArgs&, const Window&, int32_t token_begin, int32_t token_end,
+                         void* scratch);
   size_t (*backward_scratch)(const Sizes&, const Tiling&);
   void (*backward_delta)(const BackwardArgs&, const Window&, int32_t token_begin,
                          int32_t token_end);

@@ -26,17 +26,18 @@ struct Memory {
       : arena(w.data), sizes(sizes_of(p.problem, s)), tiling(tiling_of(sizes)),
         geometry(arena, p.problem, s), window(window_of(s)),
         work(arena, geometry, sizes, tiling, window),
-        threads(take_partials(p, s), kernels_for(s.dtype).attend_scratch(sizes, tiling), w.bytes) {}
+        threads(take_partials(p, s),
+                kernels_for(s.dtype).attend_scratch(sizes, tiling, Work::slots(sizes)), w.bytes) {}
 
   int64_t window_of(const Shapes& s) const {
     const int64_t per_slot = static_cast<int64_t>(sizes.group) * (sizes.padded_dim + 2) + 2;
-    return window_tokens(Work::slots(sizes) * per_slot *
-                             static_cast<int64_t>(element_size(accumulation_type(s.dtype))),
+    return window_tokens(product({Work::slots(sizes), per_slot,
+                                  static_cast<int64_t>(element_size(accumulation_type(s.dtype)))}),
                          s.tokens);
   }
 
   Arena& take_partials(const ForwardParams& p, const Shapes& s) {
-    const size_t size = element_size(accumulation_type(s.dtype));
+    const auto size = static_cast<int64_t>(element_size(accumulation_type(s.dtype)));
     args.sizes = sizes;
     args.tiling = tiling;
     args.slots = Work::slots(sizes);
@@ -52,13 +53,14 @@ struct Memory {
       args.k_proxy = token_tensor(p.k_proxy);
       args.proxy_lse = row_tensor(p.proxy_lse);
     }
-    const size_t items = static_cast<size_t>(window * args.slots);
-    const size_t rows = items * static_cast<size_t>(sizes.group);
-    args.partial_out = arena.take_bytes(rows * static_cast<size_t>(sizes.padded_dim) * size);
-    args.partial_max = arena.take_bytes(rows * size);
-    args.partial_sum = arena.take_bytes(rows * size);
-    args.partial_proxy_max = arena.take_bytes(items * size);
-    args.partial_proxy_sum = arena.take_bytes(items * size);
+    auto take = [&](int64_t per_item) {
+      return arena.take<char>(product({window, args.slots, per_item, size}));
+    };
+    args.partial_out = take(product({sizes.group, sizes.padded_dim}));
+    args.partial_max = take(sizes.group);
+    args.partial_sum = take(sizes.group);
+    args.partial_proxy_max = take(1);
+    args.partial_proxy_sum = take(1);
     return arena;
   }
 };
@@ -94,8 +96,9 @@ void forward(const ForwardParams& p, const Shapes& s, const Workspace& workspace
       m.threads.for_each(m.work.task_count(), [&](int64_t task, void* scratch) {
         m.work.for_each_chunk(task, [&](const Chunk& c) { kernels.attend(m.args, w, c, scratch); });
       });
-      m.threads.for_ranges(w.tokens, kPiece, [&](int64_t from, int64_t to) {
-        kernels.attend_combine(m.args, w, static_cast<int32_t>(from), static_cast<int32_t>(to));
+      m.threads.for_ranges(w.tokens, kPiece, [&](int64_t from, int64_t to, void* scratch) {
+        kernels.attend_combine(m.args, w, static_cast<int32_t>(from), static_cast<int32_t>(to),
+                               scratch);
       });
     }
 

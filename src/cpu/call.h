@@ -7,19 +7,6 @@
 
 namespace thresher::cpu {
 
-inline size_t element_size(DType dtype) {
-  switch (dtype) {
-  case DType::kFloat64:
-    return 8;
-  case DType::kFloat32:
-  case DType::kInt32:
-    return 4;
-  case DType::kBFloat16:
-  case DType::kFloat16:
-    return 2;
-  }
-  return 0;
-}
 inline DType accumulation_type(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }

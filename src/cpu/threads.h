@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cpu/arena.h"
 
@@ -38,11 +39,15 @@ class Threads {
     for (int64_t i = 0; i < n; ++i)
       body(i, static_cast<void*>(memory_ + stride_ * static_cast<size_t>(omp_get_thread_num())));
   }
-  // body(begin, end) over pieces of [0, n).
+  // body(begin, end[, scratch]) over pieces of [0, n).
   template <class Body>
   void for_ranges(int64_t n, int64_t piece, Body&& body) const {
-    for_each((n + piece - 1) / piece,
-             [&](int64_t i, void*) { body(i * piece, std::min(n, (i + 1) * piece)); });
+    for_each((n + piece - 1) / piece, [&](int64_t i, void* scratch) {
+      if constexpr (std::is_invocable_v<Body, int64_t, int64_t, void*>)
+        body(i * piece, std::min(n, (i + 1) * piece), scratch);
+      else
+        body(i * piece, std::min(n, (i + 1) * piece));
+    });
   }
 
  private:
