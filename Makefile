@@ -17,7 +17,7 @@ BUILD := build/dev
 JOBS ?= $(shell nproc)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup build demo test test-all test-gpu sanitize-gpu bench bench-gpu format lint wheel \
+.PHONY: help setup build demo test test-all test-gpu check fuzz sanitize-gpu bench bench-gpu format lint wheel \
         example-cpp clean
 
 help:           ## this list
@@ -47,6 +47,12 @@ test-gpu:       ## the contract suite on the GPU of this machine
 	@$(MAKE) --no-print-directory build PRESET=gpu
 	ctest --test-dir $(BUILD) --output-on-failure -L gpu
 	THRESHER_TEST_DEVICE=cuda $(PY) -m pytest tests/contract $(ARGS)
+
+check: build    ## sanitizers over the C++ tests, valgrind, fuzz drivers; PARTS="asan tsan valgrind"
+	JOBS=$(JOBS) scripts/check.sh $(BUILD) $(PARTS)
+
+fuzz: setup     ## libFuzzer on problem descriptions and block indices; SECONDS_PER_TARGET=60
+	JOBS=$(JOBS) scripts/fuzz.sh $(or $(SECONDS_PER_TARGET),60) $(TARGETS)
 
 sanitize-gpu:   ## compute-sanitizer over small problems of every CUDA kernel
 	@$(MAKE) --no-print-directory build PRESET=gpu
