@@ -49,8 +49,8 @@ tsan() {
 }
 valgrind_step() {
   cmake --build "$build" -j "$jobs" --target check_step
-  OMP_NUM_THREADS=2 valgrind -q --error-exitcode=1 --leak-check=full --errors-for-leak-kinds=definite \
-    "$build/tests/check/check_step"
+  OMP_NUM_THREADS=2 valgrind -q --error-exitcode=1 --leak-check=full \
+    --show-leak-kinds=definite --errors-for-leak-kinds=definite "$build/tests/check/check_step"
 }
 
 mkdir -p build

@@ -119,9 +119,9 @@ int64_t step(DType dtype, bool sparse) {
   }
   const ForwardParams f{problem,         b.q,   b.k,   b.v,        b.q_proxy, b.k_proxy,
                         b.block_indices, b.out, b.lse, b.proxy_lse};
-  const KlParams k{problem,   b.q,         b.k,
-                   b.q_proxy, b.k_proxy,   b.block_indices,
-                   b.lse,     b.proxy_lse, m.tensor(acc, {kTokens, 2})};
+  KlParams k{problem,   b.q,         b.k,
+             b.q_proxy, b.k_proxy,   b.block_indices,
+             b.lse,     b.proxy_lse, m.tensor(acc, {kTokens, 2})};
   if (sparse) {
     call(f, check_block_indices_workspace_size, check_block_indices);
     call(f, sparse_forward_workspace_size, sparse_forward);
