@@ -45,6 +45,28 @@ std::string text_of(std::initializer_list<int64_t> shape) {
   return text + "]";
 }
 
+// Sizes and offsets (in bytes, of any dtype) must stay within 64 bits. An axis of size 1 has no
+// offset, whatever its stride.
+void check_span(const char* argument, const Tensor& tensor) {
+  constexpr int64_t kLargest = std::numeric_limits<int64_t>::max() / 8;
+  int64_t count = 1, span = 0;
+  for (int axis = 0; axis < tensor.rank; ++axis) {
+    int64_t offset = 0;
+    const bool wraps =
+        __builtin_mul_overflow(count, tensor.shape[axis], &count) ||
+        (tensor.shape[axis] > 1 &&
+         __builtin_mul_overflow(tensor.shape[axis] - 1, tensor.stride[axis], &offset)) ||
+        offset < -kLargest || offset > kLargest - span;
+    if (wraps || count > kLargest)
+      invalid(argument, "shape " + text_of(tensor) + " with stride " +
+                            std::to_string(tensor.stride[axis]) + " in dimension " +
+                            std::to_string(axis) + " leaves the 64-bit address space");
+    span += offset < 0 ? -offset : offset;
+    if (span > kLargest)
+      invalid(argument, "shape " + text_of(tensor) + " leaves the 64-bit address space");
+  }
+}
+
 void check_dtype(const char* argument, const Tensor& tensor, DType expected, const char* why) {
   if (tensor.dtype != expected)
     throw Error(ErrorCode::kInvalidType, argument,
@@ -98,6 +120,7 @@ class Checker {
   }
   // [T, heads] or [N, S, heads] in the accumulation dtype.
   void rows(const char* argument, const Tensor& tensor, int32_t heads) {
+    require(argument, tensor);
     const DType accumulation = shapes.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
     check_dtype(argument, tensor, accumulation, "the accumulation dtype of the inputs");
     if (rank_ == 4)
@@ -125,6 +148,17 @@ class Checker {
   void require(const char* argument, const Tensor& tensor) {
     if (tensor.rank == 0 && !tensor)
       invalid(argument, "missing, but this operation needs it");
+    if (tensor.rank < 0 || tensor.rank > 4)
+      invalid(argument, "rank " + std::to_string(tensor.rank) + ", but at most 4 is supported");
+    bool empty = false;
+    for (int axis = 0; axis < tensor.rank; ++axis) {
+      if (tensor.shape[axis] < 0)
+        invalid(argument, "shape " + text_of(tensor) + " has a negative size");
+      empty = empty || tensor.shape[axis] == 0;
+    }
+    if (!tensor && !empty)
+      invalid(argument, "data is null, but the shape is " + text_of(tensor));
+    check_span(argument, tensor);
   }
   static bool given(const Tensor& tensor) { return static_cast<bool>(tensor); }
 
@@ -194,9 +228,6 @@ class Checker {
     if (tensor.rank != 3 && tensor.rank != 4)
       invalid(argument, "rank " + std::to_string(tensor.rank) +
                             ", but 3 [T, heads, dim] or 4 [N, S, heads, dim] is needed");
-    for (int axis = 0; axis < tensor.rank; ++axis)
-      if (tensor.shape[axis] < 0)
-        invalid(argument, "shape " + text_of(tensor) + " has a negative size");
     if (rank_ == 0) {
       rank_ = tensor.rank;
       first_ = argument;
@@ -254,6 +285,7 @@ class Checker {
 
   void like(const char* argument, const Tensor& tensor, int64_t per_row, int32_t heads,
             int32_t dim) {
+    require(argument, tensor);
     check_dtype(argument, tensor, shapes.dtype, "the dtype of the inputs");
     if (rank_ == 4)
       check_shape(argument, tensor, {shapes.batch, per_row, heads, dim},
@@ -358,13 +390,10 @@ Shapes check(const ForwardParams& p, const Device& device, Keys keys) {
   c.keys("v", p.v, c.shapes.kv_heads, c.shapes.dim);
   if (Checker::given(p.proxy_lse) || Checker::given(p.q_proxy)) {
     check_proxy(c, p.problem, p.q_proxy, p.k_proxy);
-    c.require("proxy_lse", p.proxy_lse);
     c.rows("proxy_lse", p.proxy_lse, c.shapes.proxy_heads);
   }
   c.main_heads();
-  c.require("out", p.out);
   c.like_queries("out", p.out, c.shapes.q_heads, c.shapes.dim);
-  c.require("lse", p.lse);
   c.rows("lse", p.lse, c.shapes.q_heads);
   c.fragments();
   return c.shapes;
@@ -374,12 +403,10 @@ Shapes check(const BackwardParams& p, const Device& device, Keys keys) {
   Checker c(p.problem, device);
   check_attention(c, p.problem, p.q, p.k, p.block_indices, keys == Keys::kSelected);
   c.keys("v", p.v, c.shapes.kv_heads, c.shapes.dim);
-  c.require("lse", p.lse);
   c.rows("lse", p.lse, c.shapes.q_heads);
   const bool main = Checker::given(p.dout), proxy = Checker::given(p.dkl) || Checker::given(p.kl);
   if (proxy) {
     check_proxy(c, p.problem, p.q_proxy, p.k_proxy);
-    c.require("proxy_lse", p.proxy_lse);
     c.rows("proxy_lse", p.proxy_lse, c.shapes.proxy_heads);
     if (Checker::given(p.dkl))
       c.rows("dkl", p.dkl, c.shapes.proxy_heads);
@@ -389,7 +416,6 @@ Shapes check(const BackwardParams& p, const Device& device, Keys keys) {
   c.main_heads();
   if (main) {
     c.like_queries("dout", p.dout, c.shapes.q_heads, c.shapes.dim);
-    c.require("out", p.out);
     c.like_queries("out", p.out, c.shapes.q_heads, c.shapes.dim);
   }
   struct Gradient {
@@ -423,11 +449,8 @@ Shapes check(const KlParams& p, const Device& device) {
   check_attention(c, p.problem, p.q, p.k, p.block_indices, Checker::given(p.block_indices));
   check_proxy(c, p.problem, p.q_proxy, p.k_proxy);
   c.main_heads();
-  c.require("lse", p.lse);
   c.rows("lse", p.lse, c.shapes.q_heads);
-  c.require("proxy_lse", p.proxy_lse);
   c.rows("proxy_lse", p.proxy_lse, c.shapes.proxy_heads);
-  c.require("kl", p.kl);
   c.rows("kl", p.kl, c.shapes.proxy_heads);
   c.fragments();
   return c.shapes;

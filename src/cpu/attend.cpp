@@ -29,10 +29,9 @@ struct Memory {
         threads(take_partials(p, s), kernels_for(s.dtype).attend_scratch(sizes, tiling), w.bytes) {}
 
   int64_t window_of(const Shapes& s) const {
-    const int64_t per_slot = static_cast<int64_t>(sizes.group) * (sizes.padded_dim + 2) + 2;
-    return window_tokens(Work::slots(sizes) * per_slot *
-                             static_cast<int64_t>(element_size(accumulation_type(s.dtype))),
-                         s.tokens);
+    const double per_slot = static_cast<double>(sizes.group) * (sizes.padded_dim + 2) + 2;
+    const double size = static_cast<double>(element_size(accumulation_type(s.dtype)));
+    return window_tokens(Work::slots(sizes) * per_slot * size, Work::slots(sizes), s.tokens);
   }
 
   Arena& take_partials(const ForwardParams& p, const Shapes& s) {
@@ -52,13 +51,12 @@ struct Memory {
       args.k_proxy = token_tensor(p.k_proxy);
       args.proxy_lse = row_tensor(p.proxy_lse);
     }
-    const size_t items = static_cast<size_t>(window * args.slots);
-    const size_t rows = items * static_cast<size_t>(sizes.group);
-    args.partial_out = arena.take_bytes(rows * static_cast<size_t>(sizes.padded_dim) * size);
-    args.partial_max = arena.take_bytes(rows * size);
-    args.partial_sum = arena.take_bytes(rows * size);
-    args.partial_proxy_max = arena.take_bytes(items * size);
-    args.partial_proxy_sum = arena.take_bytes(items * size);
+    const int64_t items = window * args.slots;
+    args.partial_out = arena.take_bytes({items, sizes.group, sizes.padded_dim}, size);
+    args.partial_max = arena.take_bytes({items, sizes.group}, size);
+    args.partial_sum = arena.take_bytes({items, sizes.group}, size);
+    args.partial_proxy_max = arena.take_bytes({items}, size);
+    args.partial_proxy_sum = arena.take_bytes({items}, size);
     return arena;
   }
 };
