@@ -17,8 +17,8 @@ BUILD := build/dev
 JOBS ?= $(shell nproc)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup build demo test test-all test-gpu check fuzz sanitize-gpu bench bench-gpu format lint wheel \
-        example-cpp clean
+.PHONY: help setup build demo test test-all test-gpu nightly check fuzz sanitize-gpu bench bench-gpu \
+        format lint docs wheel example-cpp clean
 
 help:           ## this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -54,12 +54,19 @@ check: build    ## sanitizers over the C++ tests, valgrind, fuzz drivers; PARTS=
 fuzz: setup     ## libFuzzer on problem descriptions and block indices; SECONDS_PER_TARGET=60
 	JOBS=$(JOBS) scripts/fuzz.sh $(or $(SECONDS_PER_TARGET),60) $(TARGETS)
 
+nightly: build  ## 100,000 random problems against float64 (ARGS="--first N --count 1": one again)
+	PYTHONPATH=$(CURDIR)/python:$(CURDIR)/tests $(PY) -m contract.random_problems $(ARGS)
+
 sanitize-gpu:   ## compute-sanitizer over small problems of every CUDA kernel
 	@$(MAKE) --no-print-directory build PRESET=gpu
 	scripts/sanitize_gpu.sh $(BUILD) $(TOOLS)
 
 example-cpp: build ## examples/cpp against the installed tree
 	@scripts/example_cpp.sh $(BUILD)
+
+docs:           ## the reference of the C++ API, build/docs/html; an undocumented name is an error
+	@if ! command -v doxygen >/dev/null; then echo "docs: skipped, no doxygen (apt-get install doxygen)"; else \
+	mkdir -p build && doxygen docs/Doxyfile && echo "docs: build/docs/html/index.html"; fi
 
 wheel: setup    ## dist/thresher-*-py3-none-*.whl
 	$(PY) -m pip wheel --no-deps --no-build-isolation -w dist .

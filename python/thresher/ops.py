@@ -62,9 +62,12 @@ def readable(x: Tensor | None) -> Tensor | None:
 def _run(function, device: torch.device, *args) -> None:
     """Asks for the size of the workspace, allocates it, runs."""
     size = function(*args, None)
-    workspace = torch.empty(size + 255, dtype=torch.uint8, device=device) if size else None
-    if workspace is None:
-        workspace = torch.empty(256, dtype=torch.uint8, device=device)
+    try:
+        workspace = torch.empty(max(size, 1) + 255, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        if device.type != "cpu":
+            raise  # torch.OutOfMemoryError, which training loops know
+        raise MemoryError(f"workspace: {size} bytes could not be allocated") from error
     function(*args, workspace)
 
 

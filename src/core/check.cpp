@@ -55,25 +55,12 @@ bool is_empty(const Tensor& tensor) {
   return std::find(tensor.shape, tensor.shape + tensor.rank, 0) != tensor.shape + tensor.rank;
 }
 
-// What will be read or written is there, on whole elements, at offsets of 64 bits. Tensors without
-// elements need none of it.
-void check_memory(const char* argument, const Tensor& tensor) {
-  if (is_empty(tensor))
-    return;
-  if (!tensor)
-    invalid(argument, "shape " + text_of(tensor) + ", but no data");
+// Reads and writes are of whole elements.
+void check_aligned(const char* argument, const Tensor& tensor) {
   const auto size = static_cast<int64_t>(element_size(tensor.dtype));
-  if (reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(size) != 0)
+  if (!is_empty(tensor) &&
+      reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(size) != 0)
     invalid(argument, "data is not aligned to its elements of " + std::to_string(size) + " bytes");
-  int64_t low = 0, high = 0; // bytes from data to the first and the last element
-  for (int axis = 0; axis < tensor.rank; ++axis) {
-    int64_t step;
-    int64_t& end = tensor.stride[axis] < 0 ? low : high;
-    if (__builtin_mul_overflow(tensor.shape[axis] - 1, tensor.stride[axis], &step) ||
-        __builtin_mul_overflow(step, size, &step) || __builtin_add_overflow(end, step, &end))
-      invalid(argument, "stride " + std::to_string(tensor.stride[axis]) + " of dimension " +
-                            std::to_string(axis) + " leads beyond 2^63 bytes");
-  }
 }
 
 // Two elements of a result in one place would be written by two threads.
@@ -82,6 +69,28 @@ void check_result(const char* argument, const Tensor& tensor) {
     if (tensor.shape[axis] > 1 && tensor.stride[axis] == 0 && !is_empty(tensor))
       invalid(argument,
               "stride 0 in dimension " + std::to_string(axis) + ", which only inputs may have");
+}
+
+// Sizes and offsets (in bytes, of any dtype) must stay within 64 bits. An axis of size 1 has no
+// offset, whatever its stride.
+void check_span(const char* argument, const Tensor& tensor) {
+  constexpr int64_t kLargest = std::numeric_limits<int64_t>::max() / 8;
+  int64_t count = 1, span = 0;
+  for (int axis = 0; axis < tensor.rank; ++axis) {
+    int64_t offset = 0;
+    const bool wraps =
+        __builtin_mul_overflow(count, tensor.shape[axis], &count) ||
+        (tensor.shape[axis] > 1 &&
+         __builtin_mul_overflow(tensor.shape[axis] - 1, tensor.stride[axis], &offset)) ||
+        offset < -kLargest || offset > kLargest - span;
+    if (wraps || count > kLargest)
+      invalid(argument, "shape " + text_of(tensor) + " with stride " +
+                            std::to_string(tensor.stride[axis]) + " in dimension " +
+                            std::to_string(axis) + " leaves the 64-bit address space");
+    span += offset < 0 ? -offset : offset;
+    if (span > kLargest)
+      invalid(argument, "shape " + text_of(tensor) + " leaves the 64-bit address space");
+  }
 }
 
 void check_dtype(const char* argument, const Tensor& tensor, DType expected, const char* why) {
@@ -137,6 +146,7 @@ class Checker {
   }
   // [T, heads] or [N, S, heads] in the accumulation dtype.
   void rows(const char* argument, const Tensor& tensor, int32_t heads) {
+    require(argument, tensor);
     const DType accumulation = shapes.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
     check_dtype(argument, tensor, accumulation, "the accumulation dtype of the inputs");
     if (rank_ == 4)
@@ -144,7 +154,7 @@ class Checker {
                   "[batch, tokens, heads]");
     else
       check_shape(argument, tensor, {shapes.tokens, heads}, "[tokens, heads]");
-    check_memory(argument, tensor);
+    check_aligned(argument, tensor);
   }
   void result_rows(const char* argument, const Tensor& tensor, int32_t heads) {
     rows(argument, tensor, heads);
@@ -164,12 +174,20 @@ class Checker {
       check_shape(argument, tensor, {shapes.proxy_heads, shapes.tokens, shapes.top_k},
                   "[proxy heads, tokens, top_k_blocks]");
     contiguous_last(argument, tensor);
-    check_memory(argument, tensor);
+    check_aligned(argument, tensor);
   }
 
   void require(const char* argument, const Tensor& tensor) {
     if (tensor.rank == 0 && !tensor)
       invalid(argument, "missing, but this operation needs it");
+    if (tensor.rank < 0 || tensor.rank > 4)
+      invalid(argument, "rank " + std::to_string(tensor.rank) + ", but at most 4 is supported");
+    for (int axis = 0; axis < tensor.rank; ++axis)
+      if (tensor.shape[axis] < 0)
+        invalid(argument, "shape " + text_of(tensor) + " has a negative size");
+    if (!tensor && !is_empty(tensor))
+      invalid(argument, "data is null, but the shape is " + text_of(tensor));
+    check_span(argument, tensor);
   }
   static bool given(const Tensor& tensor) { return static_cast<bool>(tensor); }
 
@@ -239,9 +257,6 @@ class Checker {
     if (tensor.rank != 3 && tensor.rank != 4)
       invalid(argument, "rank " + std::to_string(tensor.rank) +
                             ", but 3 [T, heads, dim] or 4 [N, S, heads, dim] is needed");
-    for (int axis = 0; axis < tensor.rank; ++axis)
-      if (tensor.shape[axis] < 0)
-        invalid(argument, "shape " + text_of(tensor) + " has a negative size");
     if (rank_ == 0) {
       rank_ = tensor.rank;
       first_ = argument;
@@ -257,7 +272,7 @@ class Checker {
                             std::to_string(rank_));
     check_dtype(argument, tensor, shapes.dtype, "all inputs have one dtype");
     contiguous_last(argument, tensor);
-    check_memory(argument, tensor);
+    check_aligned(argument, tensor);
     if (rank_ == 4 && tensor.shape[0] != shapes.batch)
       invalid(argument, "batch size " + std::to_string(tensor.shape[0]) + ", but " + first_ +
                             " has " + std::to_string(shapes.batch));
@@ -301,6 +316,7 @@ class Checker {
 
   void like(const char* argument, const Tensor& tensor, int64_t per_row, int32_t heads,
             int32_t dim) {
+    require(argument, tensor);
     check_dtype(argument, tensor, shapes.dtype, "the dtype of the inputs");
     if (rank_ == 4)
       check_shape(argument, tensor, {shapes.batch, per_row, heads, dim},
@@ -308,7 +324,7 @@ class Checker {
     else
       check_shape(argument, tensor, {per_row, heads, dim}, "[tokens, heads, dim]");
     contiguous_last(argument, tensor);
-    check_memory(argument, tensor);
+    check_aligned(argument, tensor);
   }
 
   static void divides(const char* argument, const char* few_name, int32_t few,
@@ -407,14 +423,11 @@ Shapes check(const ForwardParams& p, const Device& device, Keys keys) {
   c.keys("v", p.v, c.shapes.kv_heads, c.shapes.dim);
   if (Checker::given(p.proxy_lse) || Checker::given(p.q_proxy)) {
     check_proxy(c, p.problem, p.q_proxy, p.k_proxy);
-    c.require("proxy_lse", p.proxy_lse);
     c.result_rows("proxy_lse", p.proxy_lse, c.shapes.proxy_heads);
   }
   c.main_heads();
-  c.require("out", p.out);
   c.like_queries("out", p.out, c.shapes.q_heads, c.shapes.dim);
   check_result("out", p.out);
-  c.require("lse", p.lse);
   c.result_rows("lse", p.lse, c.shapes.q_heads);
   c.fragments();
   return c.shapes;
@@ -424,12 +437,10 @@ Shapes check(const BackwardParams& p, const Device& device, Keys keys) {
   Checker c(p.problem, device);
   check_attention(c, p.problem, p.q, p.k, p.block_indices, keys == Keys::kSelected);
   c.keys("v", p.v, c.shapes.kv_heads, c.shapes.dim);
-  c.require("lse", p.lse);
   c.rows("lse", p.lse, c.shapes.q_heads);
   const bool main = Checker::given(p.dout), proxy = Checker::given(p.dkl) || Checker::given(p.kl);
   if (proxy) {
     check_proxy(c, p.problem, p.q_proxy, p.k_proxy);
-    c.require("proxy_lse", p.proxy_lse);
     c.rows("proxy_lse", p.proxy_lse, c.shapes.proxy_heads);
     if (Checker::given(p.dkl))
       c.rows("dkl", p.dkl, c.shapes.proxy_heads);
@@ -439,7 +450,6 @@ Shapes check(const BackwardParams& p, const Device& device, Keys keys) {
   c.main_heads();
   if (main) {
     c.like_queries("dout", p.dout, c.shapes.q_heads, c.shapes.dim);
-    c.require("out", p.out);
     c.like_queries("out", p.out, c.shapes.q_heads, c.shapes.dim);
   }
   struct Gradient {
@@ -474,11 +484,8 @@ Shapes check(const KlParams& p, const Device& device) {
   check_attention(c, p.problem, p.q, p.k, p.block_indices, Checker::given(p.block_indices));
   check_proxy(c, p.problem, p.q_proxy, p.k_proxy);
   c.main_heads();
-  c.require("lse", p.lse);
   c.rows("lse", p.lse, c.shapes.q_heads);
-  c.require("proxy_lse", p.proxy_lse);
   c.rows("proxy_lse", p.proxy_lse, c.shapes.proxy_heads);
-  c.require("kl", p.kl);
   c.result_rows("kl", p.kl, c.shapes.proxy_heads);
   c.fragments();
   return c.shapes;

@@ -1,6 +1,5 @@
 // Cuts the caller's workspace into arrays. The same code that takes the arrays also counts them
-// (null base), so a workspace size can never disagree with its use. Sizes that do not fit into 63
-// bits are an Error and never wrap around.
+// (null base), so a workspace size can never disagree with its use.
 #pragma once
 
 #include <thresher/error.h>
@@ -8,41 +7,42 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 
 namespace thresher::cpu {
-
-inline int64_t product(std::initializer_list<int64_t> factors) {
-  int64_t result = 1;
-  for (int64_t factor : factors)
-    if (__builtin_mul_overflow(result, factor, &result))
-      throw Error(ErrorCode::kOutOfMemory, "workspace",
-                  "the problem needs more memory than can be addressed");
-  return result;
-}
 
 class Arena {
  public:
   explicit Arena(void* base = nullptr) : base_(static_cast<char*>(base)) {}
 
   template <class T>
-  T* take(int64_t count) {
-    return static_cast<T*>(
-        take_bytes(static_cast<size_t>(product({count, static_cast<int64_t>(sizeof(T))}))));
+  T* take(std::initializer_list<int64_t> extents) {
+    return static_cast<T*>(take_bytes(extents, sizeof(T)));
   }
-  void* take_bytes(size_t bytes) {
+  template <class T>
+  T* take(int64_t count) {
+    return take<T>({count});
+  }
+  void* take_bytes(std::initializer_list<int64_t> extents, size_t element_size = 1) {
     void* piece = base_ ? base_ + used_ : nullptr;
-    used_ += (bytes + kAlign - 1) / kAlign * kAlign;
-    if (bytes > kMost || used_ > kMost)
+    int64_t bytes = static_cast<int64_t>(element_size);
+    bool fits = true;
+    for (int64_t extent : extents)
+      fits = !__builtin_mul_overflow(bytes, extent, &bytes) && fits;
+    // A wrapped size must never pass for a small one.
+    if (!fits || bytes > kLargest - used_)
       throw Error(ErrorCode::kOutOfMemory, "workspace",
-                  "the problem needs more memory than can be addressed");
+                  "this problem needs more bytes than 64-bit sizes can count");
+    used_ += (bytes + kAlign - 1) / kAlign * kAlign;
     return piece;
   }
-  size_t used() const { return used_; }
+  size_t used() const { return static_cast<size_t>(used_); }
 
  private:
-  static constexpr size_t kAlign = 256, kMost = SIZE_MAX / 2 - kAlign;
+  static constexpr int64_t kAlign = 256;
+  static constexpr int64_t kLargest = std::numeric_limits<int64_t>::max() / 2;
   char* base_;
-  size_t used_ = 0;
+  int64_t used_ = 0;
 };
 
 } // namespace thresher::cpu

@@ -30,10 +30,9 @@ struct Memory {
                 kernels_for(s.dtype).attend_scratch(sizes, tiling, Work::slots(sizes)), w.bytes) {}
 
   int64_t window_of(const Shapes& s) const {
-    const int64_t per_slot = static_cast<int64_t>(sizes.group) * (sizes.padded_dim + 2) + 2;
-    return window_tokens(product({Work::slots(sizes), per_slot,
-                                  static_cast<int64_t>(element_size(accumulation_type(s.dtype)))}),
-                         s.tokens);
+    const double per_slot = static_cast<double>(sizes.group) * (sizes.padded_dim + 2) + 2;
+    const double size = static_cast<double>(element_size(accumulation_type(s.dtype)));
+    return window_tokens(Work::slots(sizes) * per_slot * size, Work::slots(sizes), s.tokens);
   }
 
   Arena& take_partials(const ForwardParams& p, const Shapes& s) {
@@ -53,14 +52,12 @@ struct Memory {
       args.k_proxy = token_tensor(p.k_proxy);
       args.proxy_lse = row_tensor(p.proxy_lse);
     }
-    auto take = [&](int64_t per_item) {
-      return arena.take<char>(product({window, args.slots, per_item, size}));
-    };
-    args.partial_out = take(product({sizes.group, sizes.padded_dim}));
-    args.partial_max = take(sizes.group);
-    args.partial_sum = take(sizes.group);
-    args.partial_proxy_max = take(1);
-    args.partial_proxy_sum = take(1);
+    const int64_t items = window * args.slots;
+    args.partial_out = arena.take_bytes({items, sizes.group, sizes.padded_dim}, size);
+    args.partial_max = arena.take_bytes({items, sizes.group}, size);
+    args.partial_sum = arena.take_bytes({items, sizes.group}, size);
+    args.partial_proxy_max = arena.take_bytes({items}, size);
+    args.partial_proxy_sum = arena.take_bytes({items}, size);
     return arena;
   }
 };

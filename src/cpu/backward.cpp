@@ -27,7 +27,7 @@ struct KeyGradient {
     output = accumulator = token_tensor(tensor);
     if (!separate)
       return;
-    accumulator.data = arena.take<float>(product({s.keys, heads, dim}));
+    accumulator.data = arena.take<float>({s.keys, heads, dim});
     accumulator.batch = 0;
     accumulator.token = static_cast<int64_t>(heads) * dim;
     accumulator.head = dim;
@@ -99,13 +99,12 @@ struct Memory {
                               sizes.block_size * sizes.padded_dim;
     args.key_partial_size =
         main_part + static_cast<int64_t>(sizes.block_size) * sizes.padded_proxy_dim;
-    const int64_t per_slot =
-        static_cast<int64_t>(sizes.group) * sizes.padded_dim + sizes.padded_proxy_dim + 1;
+    const double per_slot =
+        static_cast<double>(sizes.group) * sizes.padded_dim + sizes.padded_proxy_dim + 1;
     const double values =
-        static_cast<double>(product({args.slots, per_slot})) + sizes.group +
+        args.slots * per_slot + sizes.group +
         Work::partials_per_token(sizes, tiling) * static_cast<double>(args.key_partial_size);
-    const double bytes = std::min(values * static_cast<double>(value_size(s)), 0x1p62);
-    return window_tokens(static_cast<int64_t>(bytes), s.tokens);
+    return window_tokens(values * static_cast<double>(value_size(s)), args.slots, s.tokens);
   }
 
   static size_t value_size(const Shapes& s) { return element_size(accumulation_type(s.dtype)); }
@@ -114,18 +113,17 @@ struct Memory {
     args.dk = dk.accumulator;
     args.dv = dv.accumulator;
     args.dk_proxy = dk_proxy.accumulator;
-    auto take = [&](bool needed, int64_t count) {
-      return needed ? arena.take<char>(product({count, static_cast<int64_t>(value_size(s))}))
-                    : nullptr;
+    auto take = [&](bool needed, std::initializer_list<int64_t> extents) {
+      return needed ? arena.take_bytes(extents, value_size(s)) : nullptr;
     };
     const int64_t items = window * args.slots;
-    args.delta = take(args.need_dq || args.need_dk, window * sizes.group);
-    args.partial_dq = take(args.need_dq, product({items, sizes.group, sizes.padded_dim}));
-    args.partial_dq_proxy = take(args.need_dq_proxy, product({items, sizes.padded_proxy_dim}));
-    args.partial_kl = take(args.need_kl, items);
+    args.delta = take(args.need_dq || args.need_dk, {window, sizes.group});
+    args.partial_dq = take(args.need_dq, {items, sizes.group, sizes.padded_dim});
+    args.partial_dq_proxy = take(args.need_dq_proxy, {items, sizes.padded_proxy_dim});
+    args.partial_kl = take(args.need_kl, {items});
     const int64_t partials = Work::kAccumulate ? 0 : items / tiling.chunk_tokens;
-    args.partial_keys = take(args.need_dk || args.need_dv || args.need_dk_proxy,
-                             product({partials, args.key_partial_size}));
+    args.partial_keys =
+        take(args.need_dk || args.need_dv || args.need_dk_proxy, {partials, args.key_partial_size});
     return arena;
   }
 };

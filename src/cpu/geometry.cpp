@@ -3,6 +3,7 @@
 #include <thresher/error.h>
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 namespace thresher::cpu {
@@ -122,9 +123,16 @@ View index_tensor(const Tensor& tensor) {
           tensor.stride[tensor.rank - 3], std::max<int64_t>(tensor.shape[tensor.rank - 2], 1)};
 }
 
-int64_t window_tokens(int64_t bytes_per_token, int64_t tokens) {
-  constexpr int64_t kBudget = int64_t{96} << 20, kStep = 64, kLeast = 256;
-  const int64_t fit = kBudget / std::max<int64_t>(bytes_per_token, 1) / kStep * kStep;
+int64_t window_tokens(double bytes_per_token, int32_t slots, int64_t tokens) {
+  constexpr double kBudget = 96 << 20;
+  constexpr int64_t kStep = 64, kLeast = 256;
+  // Items (token, slot) of a window are counted in 32 bits.
+  if (slots > std::numeric_limits<int32_t>::max() / kLeast)
+    throw Error(ErrorCode::kNotSupported, "top_k_blocks",
+                std::to_string(slots) + ", but the CPU backend takes at most " +
+                    std::to_string(std::numeric_limits<int32_t>::max() / kLeast));
+  const int64_t fit =
+      static_cast<int64_t>(kBudget / std::max(bytes_per_token, 1.0)) / kStep * kStep;
   return std::min(std::max(fit, kLeast), (tokens + kStep - 1) / kStep * kStep);
 }
 

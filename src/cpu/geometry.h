@@ -30,8 +30,8 @@ View token_tensor(const Tensor& tensor); // [.., heads, dim]
 View row_tensor(const Tensor& tensor);   // [.., heads]
 View index_tensor(const Tensor& tensor); // [Hp, T, K] or [N, Hp, S, K]
 
-// Tokens of a window that needs `bytes_per_token` of partial results.
-int64_t window_tokens(int64_t bytes_per_token, int64_t tokens);
+// Tokens of a window that needs `bytes_per_token` of partial results, in `slots` of each token.
+int64_t window_tokens(double bytes_per_token, int32_t slots, int64_t tokens);
 
 inline int64_t padded(int64_t n) {
   return (n + 15) / 16 * 16;

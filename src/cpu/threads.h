@@ -23,7 +23,7 @@ class Threads {
       const size_t room = (workspace_bytes - std::min(workspace_bytes, arena.used())) / stride_;
       count_ = std::max(1, static_cast<int>(std::min<size_t>(room, static_cast<size_t>(count_))));
     }
-    memory_ = static_cast<char*>(arena.take_bytes(stride_ * static_cast<size_t>(count_)));
+    memory_ = static_cast<char*>(arena.take_bytes({count_}, stride_));
   }
 
   // body(i, scratch) for i in [0, n), handed out one at a time.

@@ -34,7 +34,7 @@ SparseWork::SparseWork(Arena& arena, const Geometry& geometry, const Sizes& size
                        const Tiling& tiling, int64_t window)
     : geometry_(geometry), block_size_(sizes.block_size), slots_(sizes.top_k),
       chunk_tokens_(tiling.chunk_tokens) {
-  const int64_t items = product({window, slots_});
+  const int64_t items = window * slots_;
   if (items > std::numeric_limits<int32_t>::max())
     throw Error(ErrorCode::kNotSupported, "top_k_blocks",
                 std::to_string(slots_) + ", but the CPU supports at most " +

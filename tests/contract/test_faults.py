@@ -1,6 +1,6 @@
 """The 25 faults that public kernels of this kind have had (one class of fault a number).
 
-Judged here, or where the promise lives:
+Judged here, or where the promise lives; test_rows.py holds the whole list and checks it. Some:
      1 hot block                          here; test_determinism (repeats)
      2 head dim 64, causal as a list      here
      3 backward before its preprocessing  here (soak)
@@ -8,7 +8,8 @@ Judged here, or where the promise lives:
      5 dout stride times row above 2^31   here; test_offsets
      6 15,000 documents                   here
      7 S = 46,341                         here
-     8 9 10 q lengths unlike k lengths    test_fragments
+     8 9 q lengths unlike k lengths       tests/cpp/test_cpu_attention (the C++ API has fragments)
+    10 lengths 0, 1, 0, 1                 here
     11 946 rows, 944 tokens               here
     12 head ratios that do not divide     test_arguments
     13 14 strides and alignment of dout   test_layouts
@@ -122,6 +123,11 @@ def test_case_07_one_document_of_46341_tokens(api, device, main_dtype):
         device, main_dtype, lengths=(46_341,), heads=(2, 1, 1, 1), block_size=128, top_k_blocks=4
     )
     assert_sampled(api, case, count=24)
+
+
+@pytest.mark.parametrize("warmup", [False, True], ids=["sparse", "warmup"])
+def test_case_10_lengths_of_nothing_and_one(api, device, dtype, warmup):
+    verify(api, make_case(device, dtype, lengths=(0, 1, 0, 1), padding=1), warmup=warmup)
 
 
 @pytest.mark.parametrize("warmup", [False, True], ids=["sparse", "warmup"])

@@ -2,6 +2,7 @@
 // others, results that depend on threads or neighbours, bad indices accepted.
 #include <gtest/gtest.h>
 #include <omp.h>
+#include <sys/mman.h>
 
 #include "cpu_case.h"
 
@@ -283,6 +284,35 @@ TEST_P(BothModes, AbsentGradients) {
         EXPECT_TRUE(std::isnan(arrays[i]->values()[0])) << subset << " " << i;
     }
   }
+}
+
+// Without dkl and kl the backward has no business with the proxy: its tensors, which the front end
+// hands over all the same, lie in memory that nobody may read.
+TEST_P(BothModes, UnusedKlNeverReadsTheProxy) {
+  const bool sparse = GetParam();
+  Case c(make({120, 9}), DType::kFloat32);
+  c.select();
+  run(c, sparse);
+  const Snapshot full(c);
+  thresher::BackwardParams b = c.backward_params(sparse);
+  const size_t bytes = size_t{1} << 20;
+  void* forbidden = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(forbidden, MAP_FAILED);
+  for (thresher::Tensor* t : {&b.q_proxy, &b.k_proxy, &b.proxy_lse})
+    t->data = forbidden;
+  const size_t with_proxy = sparse ? thresher::sparse_backward_workspace_size(b, {})
+                                   : thresher::warmup_backward_workspace_size(b, {});
+  b.dkl = b.dq_proxy = b.dk_proxy = b.kl = {};
+  const size_t without = sparse ? thresher::sparse_backward_workspace_size(b, {})
+                                : thresher::warmup_backward_workspace_size(b, {});
+  EXPECT_LT(without, with_proxy);
+  for (Array* a : {&c.dq, &c.dk, &c.dv})
+    a->poison();
+  c.backward(b, sparse);
+  EXPECT_EQ(c.dq.values(), full.dq);
+  EXPECT_EQ(c.dk.values(), full.dk);
+  EXPECT_EQ(c.dv.values(), full.dv);
+  munmap(forbidden, bytes);
 }
 
 TEST_P(BothModes, ForwardWithoutProxy) {

@@ -234,16 +234,19 @@ struct Backward {
     for (int32_t j = 0; j < visible; j += L) {
       const bool tail = j + L > visible;
       const Vec<T> log_student = load<T>(scores + j) - lse_v;
-      const Vec<T> t = load<T>(teacher + j);
+      const Vec<T> difference = exp<T>(log_student) - load<T>(teacher + j);
       if (a.need_kl) {
+        // student - teacher sums to 0 over the row. Term by term it takes out what the rounding of
+        // the two normalisers (lse, proxy_lse) would add to a small KL, in every row with one sign.
         // 0 ln 0 = 0; a NaN teacher passes.
-        Vec<T> term = t < smallest ? Vec<T>{} : t * (log<T>(t) - log_student);
+        const Vec<T> t = load<T>(teacher + j);
+        Vec<T> term = (t < smallest ? Vec<T>{} : t * (log<T>(t) - log_student)) + difference;
         if (tail)
           term = keep_first<T>(term, visible - j, Vec<T>{});
         total += term;
       }
       if (gradient) {
-        Vec<T> d = dkl_v * (exp<T>(log_student) - t);
+        Vec<T> d = dkl_v * difference;
         if (tail)
           d = keep_first<T>(d, visible - j, Vec<T>{});
         store<T>(scores + j, d);
