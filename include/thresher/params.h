@@ -40,8 +40,8 @@ struct Device {
   void* stream = nullptr; ///< A cudaStream_t (null: the default stream); the CPU ignores it.
 };
 
-/// A strided view. Strides are in elements and may be any 64-bit value, 0 and negative ones
-/// included for inputs; offsets are computed in 64 bits.
+/// A strided view. Strides are in elements and may be any 64-bit value, 0 included for inputs;
+/// offsets are computed in 64 bits, and a view that leaves them is refused.
 ///
 /// Token tensors come in two forms, which a call may not mix:
 /// - packed: rank 3 [T, heads, dim]

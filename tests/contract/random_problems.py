@@ -18,8 +18,9 @@ import sys
 import time
 import traceback
 
-# One thread a process: the problems are small, and processes share the machine better.
-os.environ["OMP_NUM_THREADS"] = "1"
+if __name__ in ("__main__", "__mp_main__"):
+    # One thread a process: the problems are small, and processes share the machine better.
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
