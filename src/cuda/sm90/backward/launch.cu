@@ -5,7 +5,11 @@
 #include "cuda/portable/backward/backward.h"
 #include "cuda/sm90/backward/kernel.cuh"
 #include "cuda/sm90/backward/passes.cuh"
+#if THRESHER_WGMMA_PROXY
+#include "cuda/sm90/backward/proxy_wgmma.cuh"
+#else
 #include "cuda/sm90/backward/proxy.cuh"
+#endif
 #include "cuda/sm90/common/support.h"
 #include "cuda/sm90/common/tensor_map.h"
 
@@ -123,6 +127,21 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
   const CUtensorMap dout_map = encode_map(params.dout, heads, 1);
   const CUtensorMap k_map = encode_map(params.k, 1, Config::kKeys);
   const CUtensorMap v_map = encode_map(params.v, 1, Config::kKeys);
+#if THRESHER_WGMMA_PROXY
+  CUtensorMap teacher_map = {};
+  if (plan.proxy) {
+    Tensor rows; // [pairs, 1, 128]
+    rows.data = plan.teacher;
+    rows.dtype = DType::kFloat16;
+    rows.rank = 3;
+    rows.shape[0] = plan.teacher_part_stride / Config::kKeys;
+    rows.shape[1] = 1;
+    rows.shape[2] = Config::kKeys;
+    rows.stride[0] = rows.stride[1] = Config::kKeys;
+    rows.stride[2] = 1;
+    teacher_map = encode_map(rows, 1, ProxyConfig<128>::kTokens);
+  }
+#endif
 
   for (int pass = 0; pass < passes; ++pass) {
     const int first_window = pass * plan.windows_per_pass;
@@ -172,11 +191,8 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
       proxy.first_segment = main.first_segment;
       proxy.last_segment = main.last_segment;
       proxy.first_token = first_token;
-      proxy.parts = plan.parts;
       proxy.proxy_heads = s.proxy_heads;
       proxy.proxy_kv_heads = s.proxy_kv_heads;
-      proxy.teacher = plan.teacher;
-      proxy.teacher_part_stride = plan.teacher_part_stride;
       proxy.q_proxy = tensor_view<const T>(params.q_proxy);
       proxy.k_proxy = tensor_view<const T>(params.k_proxy);
       proxy.proxy_lse = tensor_view<const float>(params.proxy_lse, false);
@@ -185,10 +201,24 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
       proxy.dk_proxy = plan.dk_proxy;
       proxy.kl_partial = plan.kl_partial;
       proxy.scale = static_cast<float>(params.problem.proxy_scale);
+#if THRESHER_WGMMA_PROXY
+      if (plan.parts > 1)
+        launch("sm90 backward sum teacher", sum_parts_kernel, wide, 256, 0, stream, plan.teacher,
+               plan.teacher_part_stride, plan.parts);
+      with_dim<64, 128>(s.proxy_dim, [&]<int kDim>() {
+        using C = ProxyConfig<kDim>;
+        launch("sm90 backward proxy", proxy_backward_kernel<T, C>, sms, C::kThreads,
+               sizeof(ProxyShared<C>), stream, teacher_map, proxy);
+      });
+#else
+      proxy.parts = plan.parts;
+      proxy.teacher = plan.teacher;
+      proxy.teacher_part_stride = plan.teacher_part_stride;
       with_dim<64, 128>(s.proxy_dim, [&]<int kDim>() {
         launch("sm90 backward proxy", proxy_backward_kernel<T, kDim>, sms, 256,
                sizeof(typename ProxyBackwardStream<T, kDim>::Shared), stream, proxy);
       });
+#endif
       if (plan.dq_proxy)
         launch("sm90 backward convert dq_proxy", convert_rows_kernel<T>, wide, 256, 0, stream,
                plan.dq_proxy, tensor_view<T>(params.dq_proxy), first_token, tokens, s.proxy_heads,
