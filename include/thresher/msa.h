@@ -30,8 +30,8 @@ THRESHER_API size_t select_blocks_workspace_size(const SelectParams& params, con
 
 /// Proxy scores, block maximum and exact top-k.
 ///
-///     score[t, p, b] = max over visible j in block b of proxy_scale <q_proxy[t, p], k_proxy[j,
-///     p']> p' = p / (Hp / Hpk)
+///     score[t, p, b] = proxy_scale max_j <q_proxy[t, p], k_proxy[j, p']>   visible j in block b
+///     p' = p / (Hp / Hpk)
 ///
 /// Keeps init_blocks, local_blocks and the best others, K in all; ties go to the lower id; NaN
 /// ranks below every number. Ids are local to the document, ascending, -1 to the right.
@@ -80,8 +80,8 @@ THRESHER_API size_t sparse_backward_workspace_size(const BackwardParams& params,
 ///     dq = softmax_scale sum_j dS k_j,  dk = softmax_scale sum_t,h dS q,  dv = sum_t,h P dout
 ///     teacher = mean over the G heads of P,  student = exp(s_proxy - proxy_lse)
 ///     dS_proxy = dkl (student - teacher)
-///     dq_proxy = proxy_scale sum_j dS_proxy k_proxy,  dk_proxy = proxy_scale sum_t,p dS_proxy
-///     q_proxy
+///     dq_proxy = proxy_scale sum_j dS_proxy k_proxy
+///     dk_proxy = proxy_scale sum_t,p dS_proxy q_proxy
 ///
 /// The form with delta is that of FlashAttention-2, arXiv 2307.08691. No gradient flows from the KL
 /// to the main attention. Rows that nobody reads and padding become exactly 0.

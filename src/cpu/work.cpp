@@ -1,8 +1,6 @@
 #include "cpu/work.h"
 
 #include <cstring>
-#include <limits>
-#include <string>
 
 namespace thresher::cpu {
 namespace {
@@ -35,11 +33,6 @@ SparseWork::SparseWork(Arena& arena, const Geometry& geometry, const Sizes& size
     : geometry_(geometry), block_size_(sizes.block_size), slots_(sizes.top_k),
       chunk_tokens_(tiling.chunk_tokens) {
   const int64_t items = window * slots_;
-  if (items > std::numeric_limits<int32_t>::max())
-    throw Error(ErrorCode::kNotSupported, "top_k_blocks",
-                std::to_string(slots_) + ", but the CPU supports at most " +
-                    std::to_string(std::numeric_limits<int32_t>::max() / window) +
-                    " for this problem");
   const int64_t most_chunks = std::min(geometry.max_blocks, items) + items / chunk_tokens_ + 1;
   position_ = arena.take<int32_t>(window);
   items_ = arena.take<int32_t>(items);

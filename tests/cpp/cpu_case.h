@@ -12,17 +12,13 @@
 #include <string>
 #include <utility>
 
+#include "core/shapes.h"
 #include "reference.h"
 
 namespace cpu_test {
 
 using thresher::DType;
 
-inline size_t size_of(DType dtype) {
-  if (dtype == DType::kFloat64)
-    return 8;
-  return dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
-}
 inline DType accumulation(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
@@ -113,7 +109,7 @@ class Array {
     std::copy_n(shape, tensor_.rank, tensor_.shape);
     std::copy_n(stride, tensor_.rank, tensor_.stride);
     count_ = tokens * heads * (d + gap) + tokens * gap + 1;
-    memory_.reset(new char[static_cast<size_t>(count_) * size_of(dtype)]);
+    memory_.reset(new char[static_cast<size_t>(count_) * thresher::element_size(dtype)]);
     poison();
     tensor_.data = memory_.get();
   }
@@ -145,7 +141,7 @@ class Array {
   const thresher::Tensor& tensor() const { return tensor_; }
 
  private:
-  int64_t size() const { return static_cast<int64_t>(size_of(tensor_.dtype)); }
+  int64_t size() const { return static_cast<int64_t>(thresher::element_size(tensor_.dtype)); }
   template <class Visit>
   void visit(Visit&& each) {
     const int64_t dim = tensor_.rank == 3 ? tensor_.shape[2] : 1;

@@ -47,7 +47,7 @@ void for_each_element(const Tensor& t, Visit&& visit) {
   const int first = 4 - t.rank;
   for (int axis = first; axis < 4; ++axis) {
     n[axis] = t.shape[axis - first];
-    step[axis] = t.stride[axis - first] * static_cast<int64_t>(size_of(t.dtype));
+    step[axis] = t.stride[axis - first] * static_cast<int64_t>(thresher::element_size(t.dtype));
   }
   for (int64_t i = 0; i < n[0]; ++i)
     for (int64_t j = 0; j < n[1]; ++j)
@@ -59,8 +59,9 @@ void for_each_element(const Tensor& t, Visit&& visit) {
 // The elements of a tensor as bytes, in the order of its indices.
 std::vector<char> elements(const Tensor& t) {
   std::vector<char> bytes;
-  for_each_element(t,
-                   [&](const char* at) { bytes.insert(bytes.end(), at, at + size_of(t.dtype)); });
+  for_each_element(t, [&](const char* at) {
+    bytes.insert(bytes.end(), at, at + thresher::element_size(t.dtype));
+  });
   return bytes;
 }
 
@@ -79,7 +80,7 @@ class FarAway {
     const int64_t step = kBeyond / (t.shape[axis] - 1) + 1;
     EXPECT_GT(step, inner);
     far.stride[axis] = sign * step;
-    const int64_t size = static_cast<int64_t>(size_of(t.dtype));
+    const int64_t size = static_cast<int64_t>(thresher::element_size(t.dtype));
     const int64_t last = (t.shape[axis] - 1) * step;
     const Reserved& memory = memory_.emplace_back((last + inner) * size);
     far.data = memory.data() + (sign < 0 ? last * size : 0);
@@ -255,7 +256,8 @@ TEST(Huge, LastKeyRowsOfTwoTo31) {
     const int32_t k_begin = static_cast<int32_t>(kKeys - 150);
     std::list<Reserved> memory;
     auto at_the_end = [&](Tensor t) {
-      const int64_t row = t.shape[1] * t.shape[2], size = static_cast<int64_t>(size_of(t.dtype));
+      const int64_t row = t.shape[1] * t.shape[2],
+                    size = static_cast<int64_t>(thresher::element_size(t.dtype));
       const Reserved& store = memory.emplace_back(kKeys * row * size);
       const std::vector<char> bytes = elements(t);
       std::memcpy(store.data() + k_begin * row * size, bytes.data(), bytes.size());

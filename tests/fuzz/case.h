@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bytes.h"
+#include "core/shapes.h"
 
 namespace fuzz {
 
@@ -37,18 +38,6 @@ enum Name {
   kDkProxy,
   kTensors
 };
-
-inline int64_t size_of(DType dtype) {
-  switch (dtype) {
-  case DType::kFloat64:
-    return 8;
-  case DType::kFloat32:
-  case DType::kInt32:
-    return 4;
-  default:
-    return 2;
-  }
-}
 
 struct Sizes {
   bool batched = false;
@@ -95,7 +84,7 @@ struct Case {
       for (int axis = 0; axis < t.rank; ++axis)
         count *= t.shape[axis];
       const size_t offset = n == odd ? shift : 0;
-      memory[n].assign(static_cast<size_t>(count * size_of(t.dtype)) + offset, 0);
+      memory[n].assign(static_cast<size_t>(count) * thresher::element_size(t.dtype) + offset, 0);
       memory[n].shrink_to_fit();
       t.data = count ? memory[n].data() + offset : nullptr; // what torch gives for empty tensors
     }
@@ -188,7 +177,7 @@ struct Case {
       const __int128 reach = static_cast<__int128>(t.shape[axis] - 1) * t.stride[axis];
       (reach < 0 ? low : high) += reach;
     }
-    const __int128 size = size_of(t.dtype);
+    const auto size = static_cast<__int128>(thresher::element_size(t.dtype));
     const auto start = static_cast<const char*>(t.data) - memory[n].data();
     return start + low * size >= 0 &&
            start + (high + 1) * size <= static_cast<__int128>(memory[n].size());

@@ -74,7 +74,7 @@ inline void draw_values(Bytes& in, Case* c) {
     }
     // -1.75 .. 1.75: the upper bits of a float are those of a bfloat16, and an fp16 of these bits
     // is a small number too.
-    const size_t size = static_cast<size_t>(size_of(t.dtype));
+    const size_t size = thresher::element_size(t.dtype);
     const size_t offset = static_cast<size_t>(static_cast<const char*>(t.data) - memory.data());
     for (size_t i = offset; i + size <= memory.size(); i += size) {
       const float f = static_cast<float>(static_cast<int>(random() % 15) - 7) / 4;
