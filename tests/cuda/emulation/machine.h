@@ -45,6 +45,8 @@
 #define __grid_constant__
 #define threadIdx (::thresher::emulation::machine().thread_index())
 #define blockIdx (::thresher::emulation::machine().block_index)
+#define gridDim (::thresher::emulation::machine().grid)
+#define __log2f log2f
 
 using std::max;
 using std::min;
@@ -56,10 +58,18 @@ namespace thresher::emulation {
   std::abort();
 }
 
-// One wgmma of one thread: its 64 accumulators, descriptors of A and B.
+// An operand of a wgmma in shared memory.
+struct Operand {
+  uint64_t descriptor;
+  bool transposed; // MN-major
+};
+// One wgmma of one thread: the accumulators it holds, operands.
 struct Product {
   float* d;
-  uint64_t a, b;
+  int count; // of accumulators: half of the columns
+  Operand a, b;
+  bool a_in_registers;
+  uint16_t rows[2][16]; // then: of A, rows lane / 4 and + 8
   bool accumulate;
   float (*value)(uint16_t); // of an operand's bits
 };
@@ -77,7 +87,7 @@ class Machine {
   struct Index {
     int x;
   };
-  Index block_index = {0};
+  Index block_index = {0}, grid = {1};
 
   // --- one CTA ---------------------------------------------------------------------------------
   void run(int threads, uint8_t* shared, const std::function<void()>& kernel) {
@@ -85,6 +95,7 @@ class Machine {
     barriers_.clear();
     warps_.assign(static_cast<size_t>(threads / 32), {});
     block_ = {};
+    named_.clear();
     threads_.clear();
     for (int i = 0; i < threads; ++i) {
       threads_.push_back(std::make_unique<Thread>());
@@ -118,11 +129,18 @@ class Machine {
         } else {
           ++i;
         }
+      for (const auto& thread : threads_)
+        if (!thread->copies.empty() && random_() % 2 == 0)
+          for (auto count = random_() % 8 + 1; count > 0 && !thread->copies.empty(); --count) {
+            land(thread->copies.front());
+            thread->copies.erase(thread->copies.begin());
+          }
       idle = progress_ || !copies_.empty() ? 0 : idle + 1;
       if (alive && idle > 100)
         fail("deadlock");
     }
-    if (!copies_.empty())
+    if (!copies_.empty() || std::any_of(threads_.begin(), threads_.end(),
+                                        [](const auto& t) { return !t->copies.empty(); }))
       fail("a copy outlives its CTA");
   }
   Index thread_index() const { return {current_->index}; }
@@ -140,6 +158,7 @@ class Machine {
     std::memcpy(all, warp.words[round & 1], sizeof all);
   }
   void block_sync() { meet(block_, static_cast<int>(threads_.size())); }
+  void named_sync(int id, int threads) { meet(named_[id], threads); }
 
   // --- mbarriers -------------------------------------------------------------------------------
   void barrier_init(uint64_t* barrier, int arrivals) {
@@ -160,15 +179,27 @@ class Machine {
 
   // --- bulk copies -----------------------------------------------------------------------------
   void copy(uint32_t to, const CUtensorMap* map, const int (&at)[4], uint64_t* barrier) {
-    if (to % 1024 != 0)
-      fail("a swizzled box must start at a multiple of 1,024 bytes");
+    if (to % 128 != 0)
+      fail("a box must start at a multiple of 128 bytes");
     copies_.push_back(
         {to, reinterpret_cast<const Map*>(map), {at[0], at[1], at[2], at[3]}, barrier});
   }
 
+  // --- cp.async: a thread's land in their order -------------------------------------------------
+  uint8_t* shared(uint32_t address) { return shared_ + address; }
+  void copy_async(uint32_t to, const void* from, uint32_t bytes, bool valid) {
+    current_->copies.push_back({to, from, bytes, valid, nullptr});
+  }
+  void arrive_after_copies(uint64_t* barrier) {
+    current_->copies.push_back({0, nullptr, 0, false, barrier});
+  }
+
   // --- wgmma -----------------------------------------------------------------------------------
   void product(const Product& product) {
-    std::fill(product.d, product.d + 64, -12345.f); // nobody reads them before the wait
+    Accumulators& acc = current_->accumulators[product.d];
+    if (acc.pending++ == 0)
+      acc.sums.assign(product.d, product.d + product.count);
+    std::fill(product.d, product.d + product.count, -12345.f); // nobody reads them before the wait
     current_->open.push_back(product);
   }
   void commit() {
@@ -181,7 +212,8 @@ class Machine {
       yield();
     }
     while (current_->groups.size() > pending) {
-      multiply(current_->groups.front());
+      for (const Product& p : current_->groups.front())
+        multiply(p);
       current_->groups.erase(current_->groups.begin());
     }
     uint32_t all[32];
@@ -189,6 +221,17 @@ class Machine {
   }
 
  private:
+  struct SmallCopy {
+    uint32_t to;
+    const void* from;
+    uint32_t bytes;
+    bool valid;
+    uint64_t* barrier; // not null: not a copy, but an arrival
+  };
+  struct Accumulators {
+    int pending = 0;
+    std::vector<double> sums;
+  };
   struct Thread {
     ucontext_t context;
     std::vector<char> stack;
@@ -197,6 +240,8 @@ class Machine {
     bool done = false;
     std::vector<Product> open;
     std::vector<std::vector<Product>> groups;
+    std::map<float*, Accumulators> accumulators; // of products in flight
+    std::vector<SmallCopy> copies;
   };
   struct Group {
     int count = 0;
@@ -260,38 +305,59 @@ class Machine {
     settle(b);
   }
 
-  // K-major, 128-byte swizzle, groups of 8 rows 1,024 bytes apart.
-  float operand(uint64_t descriptor, int row, int k, float (*value)(uint16_t)) const {
-    if (descriptor >> 62 != 1 || (descriptor >> 32 & 0x3fff) != 64)
+  void land(const SmallCopy& copy) {
+    progress_ = true;
+    if (copy.barrier)
+      barrier_arrive(copy.barrier, 0);
+    else if (copy.valid)
+      std::memcpy(shared_ + copy.to, copy.from, copy.bytes);
+    else
+      std::memset(shared_ + copy.to, 0, copy.bytes);
+  }
+
+  // Element (row, k) of A, (column, k) of B. Swizzled by 128 bytes: K-major, groups of 8 rows
+  // `stride` bytes apart; or MN-major, groups of 8 k `stride` and of 64 rows `leading` apart. Without
+  // swizzle, K-major: core matrices of 8 rows x 16 bytes, `leading` apart along k, `stride` along
+  // rows.
+  float operand(const Operand& operand, int row, int k, float (*value)(uint16_t)) const {
+    const auto start = static_cast<uint32_t>(operand.descriptor & 0x3fff) << 4;
+    const auto leading = static_cast<uint32_t>(operand.descriptor >> 16 & 0x3fff) << 4;
+    const auto stride = static_cast<uint32_t>(operand.descriptor >> 32 & 0x3fff) << 4;
+    const auto r = static_cast<uint32_t>(row), c = static_cast<uint32_t>(k);
+    const uint64_t mode = operand.descriptor >> 62;
+    uint32_t address = start;
+    if (mode == 1 && !operand.transposed)
+      address = swizzle(start + r / 8 * stride + r % 8 * 128 + c * 2);
+    else if (mode == 1)
+      address = swizzle(start + c / 8 * stride + c % 8 * 128 + r / 64 * leading + r % 64 * 2);
+    else if (mode == 0 && !operand.transposed)
+      address = start + r / 8 * stride + c / 8 * leading + r % 8 * 16 + c % 8 * 2;
+    else
       fail("a descriptor that the emulation does not know");
-    const auto start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
     uint16_t bits;
-    std::memcpy(&bits,
-                shared_ +
-                    swizzle(start + static_cast<uint32_t>(row / 8 * 1024 + row % 8 * 128 + k * 2)),
-                sizeof bits);
+    std::memcpy(&bits, shared_ + address, sizeof bits);
     return value(bits);
   }
-  void multiply(const std::vector<Product>& group) const {
+  void multiply(const Product& p) {
     const int lane = current_->index % 32, warp = current_->index / 32 % 4;
-    if (group.empty() || group.front().accumulate)
-      fail("a group of products that does not start afresh");
-    double sums[64];
-    for (const Product& p : group) {
-      if (!p.accumulate)
-        std::fill(sums, sums + 64, 0.);
-      for (int k = 0; k < 16; ++k) {
-        float a[2];
+    Accumulators& acc = current_->accumulators.at(p.d);
+    if (!p.accumulate)
+      std::fill(acc.sums.begin(), acc.sums.end(), 0.);
+    for (int k = 0; k < 16; ++k) {
+      float a[2];
+      for (int h = 0; h < 2; ++h)
+        a[h] = p.a_in_registers ? p.value(p.rows[h][k])
+                                : operand(p.a, warp * 16 + lane / 4 + 8 * h, k, p.value);
+      for (int column = 0; column < p.count / 2; ++column) {
+        const float b = operand(p.b, column / 2 * 8 + 2 * (lane % 4) + column % 2, k, p.value);
         for (int h = 0; h < 2; ++h)
-          a[h] = operand(p.a, warp * 16 + lane / 4 + 8 * h, k, p.value);
-        for (int column = 0; column < 32; ++column) {
-          const float b = operand(p.b, column / 2 * 8 + 2 * (lane % 4) + column % 2, k, p.value);
-          for (int h = 0; h < 2; ++h)
-            sums[column / 2 * 4 + 2 * h + column % 2] += double{a[h]} * b;
-        }
+          acc.sums[static_cast<size_t>(column / 2 * 4 + 2 * h + column % 2)] += double{a[h]} * b;
       }
     }
-    std::copy(sums, sums + 64, group.front().d);
+    if (--acc.pending == 0) {
+      std::copy(acc.sums.begin(), acc.sums.end(), p.d);
+      current_->accumulators.erase(p.d);
+    }
   }
 
   std::vector<std::unique_ptr<Thread>> threads_;
@@ -302,6 +368,7 @@ class Machine {
   uint8_t* shared_ = nullptr;
   std::vector<Group> warps_;
   Group block_;
+  std::map<int, Group> named_;
   std::map<uint64_t*, Barrier> barriers_;
   std::vector<Copy> copies_;
 };
@@ -357,6 +424,21 @@ inline int atomicAdd(int* to, int value) {
   const int before = *to;
   *to += value;
   return before;
+}
+template <class V>
+V __ldcs(const V* from) {
+  return *from;
+}
+inline float __int_as_float(int32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline float __uint_as_float(uint32_t bits) {
+  return __int_as_float(static_cast<int32_t>(bits));
+}
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(uint64_t{a} * b >> 32);
 }
 inline int32_t __float_as_int(float value) {
   int32_t bits;

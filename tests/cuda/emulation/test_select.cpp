@@ -3,6 +3,7 @@
 // be the reference's, ties and NaN included.
 #include "../harness.h"
 #include "machine.h"
+#include "map.h"
 
 #include <gtest/gtest.h>
 
@@ -54,17 +55,6 @@ Inputs<T> make_inputs(const Case& c) {
   fill(inputs.q, c.batch.tokens * c.heads * c.dim);
   fill(inputs.k, c.batch.keys * c.key_heads * c.dim);
   return inputs;
-}
-
-CUtensorMap make_map(const void* data, int64_t batches, int64_t rows, int heads, int dim,
-                     int box_heads, int box_rows) {
-  const emulation::Map map = {static_cast<const uint16_t*>(data),
-                              {dim, heads, rows / batches, batches},
-                              {1, dim, int64_t{heads} * dim, rows / batches * heads * dim},
-                              {64, box_heads, box_rows}};
-  CUtensorMap result;
-  std::memcpy(static_cast<void*>(&result), &map, sizeof map);
-  return result;
 }
 
 template <class T, class C>
@@ -119,10 +109,10 @@ std::vector<int32_t> run_kernels(const Case& c, const Inputs<T>& inputs) {
   args.candidates = candidates.data();
 
   const int64_t batches = c.batch_rows ? batch.rows : 1;
-  const CUtensorMap q = make_map(inputs.q.data(), batches, batch.tokens, c.heads, c.dim,
+  const CUtensorMap q = emulation::make_map(inputs.q.data(), batches, batch.tokens, c.heads, c.dim,
                                  args.tile_heads, args.tile_tokens);
   const CUtensorMap k =
-      make_map(inputs.k.data(), batches, batch.keys, c.key_heads, c.dim, 1, C::kKeys);
+      emulation::make_map(inputs.k.data(), batches, batch.keys, c.key_heads, c.dim, 1, C::kKeys);
   auto& machine = emulation::machine();
   std::memset(memory, 0xff, sizeof memory); // NaN
   machine.block_index.x = 0;

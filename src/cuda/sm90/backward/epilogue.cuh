@@ -11,6 +11,7 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/sm90/backward/config.h"
 #include "cuda/sm90/common/async.cuh"
+#include "cuda/sm90/common/store.cuh"
 #include "cuda/sm90/common/wgmma.cuh"
 
 namespace thresher::cuda::sm90::backward {
@@ -25,9 +26,7 @@ __device__ __forceinline__ void store_scores(uint32_t tile, const uint32_t (&ds)
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     const uint32_t address = tile + key * 128 + (((2 * k + chunk) ^ (lane & 7)) << 4);
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                 "r"(ds[k][0]), "r"(ds[k][1]), "r"(ds[k][2]), "r"(ds[k][3])
-                 : "memory");
+    store_matrix_x4(address, ds[k]);
   }
 }
 
@@ -82,13 +81,6 @@ struct HeadMean {
   }
 };
 
-__device__ __forceinline__ void reduce_add_half(__half* address, uint32_t a, uint32_t b, uint32_t c,
-                                                uint32_t d) {
-  asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(address),
-               "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
-}
-
 // Adds a tile's dQ, 64 columns a warpgroup, 16 rows a warp.
 template <int kHeads>
 __device__ __forceinline__ void add_dq(const Params& p, const ItemSlot& item, const RowConstants& c,
@@ -113,7 +105,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const ItemSlot& item, co
         const int j = 4 * a + i;
         packed[i] = ptx::pack<fp16>(dq[4 * j + 2 * h] * scale, dq[4 * j + 2 * h + 1] * scale);
       }
-      reduce_add_half(to + a * 32, packed[0], packed[1], packed[2], packed[3]);
+      reduce_add(to + a * 32, packed);
     }
   }
 }
