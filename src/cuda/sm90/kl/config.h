@@ -78,7 +78,7 @@ struct Params {
   int32_t first_segment, last_segment; // work of this pass: segments [first, last)
   int32_t first_token;                 // of the pass
   int32_t token_rows, key_rows;        // of a batch row, for TMA coordinates
-  int32_t q_heads, kv_heads, proxy_heads, proxy_kv_heads;
+  int32_t kv_heads, proxy_heads, proxy_kv_heads;
   int32_t* next_item; // work counter, zero at launch
   TensorView<const T> q_proxy;
   TensorView<const float> lse, proxy_lse;

@@ -9,10 +9,14 @@ namespace thresher::cuda::sm90::kl {
 
 inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f, kTiny = 1e-37f;
 
-// Adds up what two lanes hold of an even number of tokens, in place; each ends with half of them:
-// the lane whose `bit` is not set with those at even places, the other with those at odd ones.
-template <int kCount>
-__device__ __forceinline__ void fold(float (&x)[kCount][2], int bit) {
+// Tokens of a tile that a lane has rows of: a quad's lanes hold two of each eight rows.
+template <class C>
+inline constexpr int kHeldTokens = C::kHeads == 16 ? 8 : 16;
+
+// Adds up what two lanes hold of kCount tokens, in place; each ends with half of them: the lane
+// whose `bit` is not set with those at even places, the other with those at odd ones.
+template <int kCount, int kSize>
+__device__ __forceinline__ void fold(float (&x)[kSize][2], int bit) {
   const bool odd = threadIdx.x & bit;
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i)
@@ -23,42 +27,31 @@ __device__ __forceinline__ void fold(float (&x)[kCount][2], int bit) {
     }
 }
 
-// Teacher of 64 rows of a tile: scores become probabilities, whose mean over a token's heads goes
-// to mean[m][key, key + 8], token 4 m + 2 (c & 1) + (c >> 1) of these rows. lse: of the first row.
+// Teacher of a tile: scores become probabilities, whose mean over a token's heads is left in
+// mean[m][key, key + 8] for m < kTokens / 4, of token 4 m + 2 (c & 1) + (c >> 1) in lane c.
 template <class C>
-__device__ __forceinline__ void average_heads(const float (&scores)[32], const float* lse,
-                                              float scale, float (*mean)[2]) {
+__device__ __forceinline__ void average_heads(const float (&scores)[64], const float* lse,
+                                              float scale, float (&mean)[kHeldTokens<C>][2]) {
+  constexpr int kHeld = kHeldTokens<C>;
   constexpr float kLog2Heads = C::kHeads == 16 ? 4.f : C::kHeads == 8 ? 3.f : 2.f;
-  constexpr int kCount = C::kHeads == 16 ? 4 : 8; // tokens that a lane has rows of
   const int lane = threadIdx.x & 31;
-  float sum[kCount][2];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < 16; ++j) {
     const float2 x = *reinterpret_cast<const float2*>(lse + 8 * j + (lane & 3) * 2);
     const float left = fmaf(x.x, -kLog2e, -kLog2Heads), right = fmaf(x.y, -kLog2e, -kLog2Heads);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float pair = ptx::exp2(fmaf(scores[4 * j + 2 * h], scale, left)) +
                          ptx::exp2(fmaf(scores[4 * j + 2 * h + 1], scale, right));
-      float& to = sum[j * kCount / 8][h];
-      to = kCount == 8 || j % 2 == 0 ? pair : to + pair;
+      float& to = mean[j * kHeld / 16][h];
+      to = kHeld == 16 || j % 2 == 0 ? pair : to + pair;
     }
   }
-  if constexpr (C::kHeads > 4) { // lanes c and c + 2 hold heads of the same token
-    fold(sum, 2);
-    float half[kCount / 2][2];
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i)
-      half[i][0] = sum[i][0], half[i][1] = sum[i][1];
-    fold(half, 1);
-#pragma unroll
-    for (int m = 0; m < kCount / 4; ++m)
-      mean[m][0] = half[m][0], mean[m][1] = half[m][1];
+  if constexpr (C::kHeads == 4) { // lanes 0 and 1 hold one token, 2 and 3 the next
+    fold<kHeld>(mean, 1);
   } else {
-    fold(sum, 1);
-#pragma unroll
-    for (int m = 0; m < kCount / 2; ++m)
-      mean[m][0] = sum[m][0], mean[m][1] = sum[m][1];
+    fold<kHeld>(mean, 2);
+    fold<kHeld / 2>(mean, 1);
   }
 }
 
@@ -68,7 +61,7 @@ __device__ __forceinline__ void average_heads(const float (&scores)[32], const f
 template <class C>
 __device__ __forceinline__ void sum_terms(const TileFacts<C>& facts,
                                           const float (&student)[C::kTokens / 2],
-                                          const float (&mean)[C::kTokens / 4][2], float scale,
+                                          const float (&mean)[kHeldTokens<C>][2], float scale,
                                           int key, float (&kl)[C::kTokens / 4]) {
   const int column = (threadIdx.x & 3) * 2;
 #pragma unroll

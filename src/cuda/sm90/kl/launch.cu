@@ -59,7 +59,6 @@ void run(const KlParams& params, const Shapes& s, const Plan& plan, cudaStream_t
     main.first_token = static_cast<int32_t>(first_window * int64_t(index.window_tokens));
     main.token_rows = static_cast<int32_t>(s.tokens_per_row);
     main.key_rows = static_cast<int32_t>(s.keys_per_row);
-    main.q_heads = s.q_heads;
     main.kv_heads = s.kv_heads;
     main.proxy_heads = s.proxy_heads;
     main.proxy_kv_heads = s.proxy_kv_heads;

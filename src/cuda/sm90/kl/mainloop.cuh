@@ -1,6 +1,7 @@
 // A consumer warpgroup: 64 keys of the item's block against all tiles of its list. The keys stay in
-// registers as operand A; only rows come from shared memory, which 64-row products of two operands
-// in shared memory would keep as busy as the tensor cores.
+// registers as operand A, so that the next item's can arrive, and that the products with the few
+// rows of the proxy do not wait for shared memory. The products of one warpgroup hide behind the
+// exponentials of the other.
 #pragma once
 
 #include "cuda/sm90/common/async.cuh"
@@ -55,25 +56,18 @@ __device__ __forceinline__ void consume(Shared<C>& s, const Params<T>& p) {
       barrier_wait(s.rows_full[stage], tile / C::kStages & 1);
       fence_async_proxy(); // the proxy's rows came by cp.async
 
-      // Half of the tile's rows is worked on while the tensor cores are at the other.
-      const uint32_t rows = shared_u32(s.rows[stage]);
-      float first[32], second[32], student[C::kTokens / 2];
+      float scores[64], student[C::kTokens / 2]; // S^T = K Q^T
       wgmma_fence();
-      multiply<T>(first, keys, rows, C::kRowHalfBytes);
-      wgmma_commit();
+      multiply<T>(scores, keys, shared_u32(s.rows[stage]), C::kRowHalfBytes);
       multiply<T>(student, proxy_keys, shared_u32(s.proxy_rows[stage]), C::kProxyRowHalfBytes);
-      multiply<T>(second, keys, rows + C::kRowHalfBytes / 2, C::kRowHalfBytes);
       wgmma_commit();
+      wgmma_wait<0>();
+      keep(scores);
+      keep(student);
 
       const TileFacts<C>& facts = s.facts[stage];
-      float mean[C::kTokens / 4][2], kl[C::kTokens / 4];
-      wgmma_wait<1>();
-      keep(first);
-      average_heads<C>(first, facts.lse, p.score_scale, mean);
-      wgmma_wait<0>();
-      keep(student);
-      keep(second);
-      average_heads<C>(second, facts.lse + C::kRows / 2, p.score_scale, mean + C::kTokens / 8);
+      float mean[kHeldTokens<C>][2], kl[C::kTokens / 4];
+      average_heads<C>(scores, facts.lse, p.score_scale, mean);
       sum_terms(facts, student, mean, p.proxy_score_scale, key, kl);
       const int place = sum_keys(kl);
       const int64_t pair = place < 0 ? -1 : facts.pair[place];
