@@ -1,9 +1,9 @@
 // A CTA on the CPU: every thread is a coroutine, so that kernels run as they are written, without a
 // GPU. Only what the emulated kernels use is here; shim/ replaces the headers that hold PTX.
 //
-// Coroutines are resumed in an order that changes from round to round, bulk copies land at random
-// times, and a wgmma reads its operands only when it is waited for: a barrier that is missing or
-// released early shows as a wrong result, one that is never completed as a deadlock.
+// Coroutines are resumed in an order that changes from round to round, bulk copies and cp.async
+// land at random times, and a wgmma reads shared memory only when it is waited for: a barrier that
+// is missing or released early shows as a wrong result, one that is never completed as a deadlock.
 #pragma once
 
 #include <thresher/params.h>
@@ -45,6 +45,7 @@
 #define __grid_constant__
 #define threadIdx (::thresher::emulation::machine().thread_index())
 #define blockIdx (::thresher::emulation::machine().block_index)
+#define gridDim (::thresher::emulation::machine().grid_size)
 
 using std::max;
 using std::min;
@@ -56,12 +57,16 @@ namespace thresher::emulation {
   std::abort();
 }
 
-// One wgmma of one thread: its 64 accumulators, descriptors of A and B.
+// One wgmma of one thread: its accumulators (half as many as columns), descriptors of A and B. A
+// may be in registers: then its two rows, 16 values each, are here.
 struct Product {
   float* d;
+  int count;
   uint64_t a, b;
   bool accumulate;
   float (*value)(uint16_t); // of an operand's bits
+  bool in_registers = false;
+  uint16_t rows[2][16] = {};
 };
 
 // What a bulk tensor copy knows of its tensor; lies in a CUtensorMap.
@@ -77,7 +82,7 @@ class Machine {
   struct Index {
     int x;
   };
-  Index block_index = {0};
+  Index block_index = {0}, grid_size = {1};
 
   // --- one CTA ---------------------------------------------------------------------------------
   void run(int threads, uint8_t* shared, const std::function<void()>& kernel) {
@@ -85,6 +90,7 @@ class Machine {
     barriers_.clear();
     warps_.assign(static_cast<size_t>(threads / 32), {});
     block_ = {};
+    named_.clear();
     threads_.clear();
     for (int i = 0; i < threads; ++i) {
       threads_.push_back(std::make_unique<Thread>());
@@ -118,11 +124,21 @@ class Machine {
         } else {
           ++i;
         }
-      idle = progress_ || !copies_.empty() ? 0 : idle + 1;
+      for (size_t i = 0; i < bundles_.size();)
+        if (random_() % 4 == 0) {
+          const Bundle bundle = bundles_[i];
+          bundles_.erase(bundles_.begin() + static_cast<std::ptrdiff_t>(i));
+          for (const Piece& piece : bundle.pieces)
+            land(piece);
+          barrier_arrive(bundle.barrier, 0);
+        } else {
+          ++i;
+        }
+      idle = progress_ || !copies_.empty() || !bundles_.empty() ? 0 : idle + 1;
       if (alive && idle > 100)
         fail("deadlock");
     }
-    if (!copies_.empty())
+    if (!copies_.empty() || !bundles_.empty())
       fail("a copy outlives its CTA");
   }
   Index thread_index() const { return {current_->index}; }
@@ -140,6 +156,7 @@ class Machine {
     std::memcpy(all, warp.words[round & 1], sizeof all);
   }
   void block_sync() { meet(block_, static_cast<int>(threads_.size())); }
+  void named_sync(int id, int threads) { meet(named_[id], threads); }
 
   // --- mbarriers -------------------------------------------------------------------------------
   void barrier_init(uint64_t* barrier, int arrivals) {
@@ -160,15 +177,32 @@ class Machine {
 
   // --- bulk copies -----------------------------------------------------------------------------
   void copy(uint32_t to, const CUtensorMap* map, const int (&at)[4], uint64_t* barrier) {
-    if (to % 1024 != 0)
-      fail("a swizzled box must start at a multiple of 1,024 bytes");
+    if (to % 128 != 0)
+      fail("a swizzled box must start at a row of 128 bytes");
     copies_.push_back(
-        {to, reinterpret_cast<const Map*>(map), {at[0], at[1], at[2], at[3]}, barrier});
+        {to, *reinterpret_cast<const Map*>(map), {at[0], at[1], at[2], at[3]}, barrier});
+  }
+
+  // --- cp.async: lands, zeros if there is nothing to read, before the barrier that comes after it
+  void copy_async(uint32_t to, const void* from, int bytes, bool valid) {
+    if (to % static_cast<uint32_t>(bytes) != 0)
+      fail("a misaligned cp.async");
+    current_->pieces.push_back({to, valid ? from : nullptr, bytes});
+  }
+  void arrive_after_copies(uint64_t* barrier) {
+    bundles_.push_back({std::move(current_->pieces), barrier});
+    current_->pieces.clear();
+  }
+
+  uint32_t load_word(uint32_t address) const {
+    uint32_t word;
+    std::memcpy(&word, shared_ + address, sizeof word);
+    return word;
   }
 
   // --- wgmma -----------------------------------------------------------------------------------
   void product(const Product& product) {
-    std::fill(product.d, product.d + 64, -12345.f); // nobody reads them before the wait
+    std::fill(product.d, product.d + product.count, -12345.f); // nobody reads them before the wait
     current_->open.push_back(product);
   }
   void commit() {
@@ -189,6 +223,15 @@ class Machine {
   }
 
  private:
+  struct Piece {
+    uint32_t to;
+    const void* from; // null: zeros
+    int bytes;
+  };
+  struct Bundle {
+    std::vector<Piece> pieces;
+    uint64_t* barrier;
+  };
   struct Thread {
     ucontext_t context;
     std::vector<char> stack;
@@ -197,6 +240,7 @@ class Machine {
     bool done = false;
     std::vector<Product> open;
     std::vector<std::vector<Product>> groups;
+    std::vector<Piece> pieces;
   };
   struct Group {
     int count = 0;
@@ -210,7 +254,7 @@ class Machine {
   };
   struct Copy {
     uint32_t to;
-    const Map* map;
+    Map map;
     int at[4];
     uint64_t* barrier;
   };
@@ -238,7 +282,7 @@ class Machine {
   static uint32_t swizzle(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
 
   void land(const Copy& copy) {
-    const Map& map = *copy.map;
+    const Map& map = copy.map;
     for (int row = 0; row < map.box[2]; ++row)
       for (int head = 0; head < map.box[1]; ++head)
         for (int column = 0; column < map.box[0]; ++column) {
@@ -260,6 +304,13 @@ class Machine {
     settle(b);
   }
 
+  void land(const Piece& piece) {
+    if (piece.from)
+      std::memcpy(shared_ + piece.to, piece.from, static_cast<size_t>(piece.bytes));
+    else
+      std::memset(shared_ + piece.to, 0, static_cast<size_t>(piece.bytes));
+  }
+
   // K-major, 128-byte swizzle, groups of 8 rows 1,024 bytes apart.
   float operand(uint64_t descriptor, int row, int k, float (*value)(uint16_t)) const {
     if (descriptor >> 62 != 1 || (descriptor >> 32 & 0x3fff) != 64)
@@ -274,24 +325,27 @@ class Machine {
   }
   void multiply(const std::vector<Product>& group) const {
     const int lane = current_->index % 32, warp = current_->index / 32 % 4;
-    if (group.empty() || group.front().accumulate)
-      fail("a group of products that does not start afresh");
     double sums[64];
+    float* of = nullptr; // whose accumulators
     for (const Product& p : group) {
       if (!p.accumulate)
         std::fill(sums, sums + 64, 0.);
+      else if (p.d != of)
+        fail("products that do not start afresh");
+      of = p.d;
       for (int k = 0; k < 16; ++k) {
         float a[2];
         for (int h = 0; h < 2; ++h)
-          a[h] = operand(p.a, warp * 16 + lane / 4 + 8 * h, k, p.value);
-        for (int column = 0; column < 32; ++column) {
+          a[h] = p.in_registers ? p.value(p.rows[h][k])
+                                : operand(p.a, warp * 16 + lane / 4 + 8 * h, k, p.value);
+        for (int column = 0; column < p.count / 2; ++column) {
           const float b = operand(p.b, column / 2 * 8 + 2 * (lane % 4) + column % 2, k, p.value);
           for (int h = 0; h < 2; ++h)
             sums[column / 2 * 4 + 2 * h + column % 2] += double{a[h]} * b;
         }
       }
+      std::copy(sums, sums + p.count, p.d);
     }
-    std::copy(sums, sums + 64, group.front().d);
   }
 
   std::vector<std::unique_ptr<Thread>> threads_;
@@ -302,8 +356,10 @@ class Machine {
   uint8_t* shared_ = nullptr;
   std::vector<Group> warps_;
   Group block_;
+  std::map<int, Group> named_;
   std::map<uint64_t*, Barrier> barriers_;
   std::vector<Copy> copies_;
+  std::vector<Bundle> bundles_;
 };
 
 inline Machine& machine() {
@@ -352,6 +408,16 @@ inline void __syncthreads() {
 template <class V>
 V __ldg(const V* from) {
   return *from;
+}
+template <class V>
+V __ldcs(const V* from) {
+  return *from;
+}
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(uint64_t{a} * b >> 32);
+}
+inline float __log2f(float x) {
+  return std::log2(x);
 }
 inline int atomicAdd(int* to, int value) {
   const int before = *to;

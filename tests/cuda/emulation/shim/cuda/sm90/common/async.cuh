@@ -21,6 +21,9 @@ inline void barrier_arrive(uint64_t& barrier) {
 inline void barrier_expect(uint64_t& barrier, int bytes) {
   machine().barrier_arrive(&barrier, bytes);
 }
+inline void barrier_arrive_after_copies(uint64_t& barrier) {
+  machine().arrive_after_copies(&barrier);
+}
 inline void barrier_wait(uint64_t& barrier, uint32_t parity) {
   machine().barrier_wait(&barrier, parity);
 }
