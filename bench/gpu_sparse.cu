@@ -225,13 +225,15 @@ struct Implementation {
   const char* name;
   const cuda::Kernel<ForwardParams>* forward;
   const cuda::Kernel<BackwardParams>* backward;
+  const cuda::Kernel<KlParams>* kl;
 };
-const Implementation kSm90 = {"sm90", &cuda::sm90::sparse_forward, &cuda::sm90::sparse_backward};
+const Implementation kSm90 = {"sm90", &cuda::sm90::sparse_forward, &cuda::sm90::sparse_backward,
+                              &cuda::sm90::proxy_kl};
 const Implementation kPortable = {"portable", &cuda::portable::sparse_forward,
-                                  &cuda::portable::sparse_backward};
+                                  &cuda::portable::sparse_backward, &cuda::portable::proxy_kl};
 // The warm-up as a sparse call of which all blocks are selected: only for checks.
 const Implementation kWarmup = {"warmup", &cuda::portable::warmup_forward,
-                                &cuda::portable::warmup_backward};
+                                &cuda::portable::warmup_backward, &cuda::portable::proxy_kl};
 
 struct World {
   Case c;
@@ -342,13 +344,16 @@ struct World {
     kl_only.lse = params.lse, kl_only.proxy_lse = params.proxy_lse, kl_only.kl = params.kl;
     forward_bytes = by.forward->workspace_size(forward, shapes);
     bytes = std::max(forward_bytes, by.backward->workspace_size(params, shapes));
-    if (c.proxy)
-      bytes = std::max(bytes, cuda::portable::proxy_kl.workspace_size(kl_only, shapes));
+    if (takes_kl())
+      bytes = std::max(bytes, by.kl->workspace_size(kl_only, shapes));
     workspace = device<char>(bytes);
   }
   void run() { by.backward->run(params, shapes, {workspace, bytes}, nullptr); }
   void run_forward() { by.forward->run(forward, shapes, {workspace, bytes}, nullptr); }
-  void run_kl() { cuda::portable::proxy_kl.run(kl_only, shapes, {workspace, bytes}, nullptr); }
+  bool takes_kl() const {
+    return c.proxy && by.kl->refuses(kl_only, shapes, cuda::device_facts()).empty();
+  }
+  void run_kl() { by.kl->run(kl_only, shapes, {workspace, bytes}, nullptr); }
 
   void check() {
     const int T = c.tokens, D = 128;
@@ -420,7 +425,7 @@ struct World {
       error("dq_proxy", dqp, n.dqp, size_t(T) * c.proxy_heads * D);
       error("dk_proxy", dkp, n.dkp, size_t(T) * c.proxy_kv_heads * D);
       error("kl", kl, n.kl, size_t(T) * c.proxy_heads);
-      if (by.forward != kSm90.forward) {
+      if (takes_kl()) {
         CHECK(cudaMemset(workspace, 0xff, bytes));
         CHECK(cudaMemset(kl, 0xff, size_t(T) * c.proxy_heads * 4));
         run_kl();
@@ -463,6 +468,8 @@ struct World {
     const std::string name = by.name;
     report(name + " forward", median_ms([&] { run_forward(); }), 4, forward_bytes);
     report(name + " backward", median_ms([&] { run(); }), 10, bytes);
+    if (takes_kl())
+      report(name + " kl", median_ms([&] { run_kl(); }), 2, bytes);
   }
 };
 

@@ -5,6 +5,7 @@
 A step is selection, forward and backward with kl="backward" values and gradient. Its peer is
 forward and backward of scaled_dot_product_attention through cuDNN (causal, same q, k, v). Runs
 alternate; the L2 cache is overwritten before each; random data, one document; medians.
+The extra time of exact KL rows is the forward with kl="forward" less the one with kl="backward".
 """
 
 from __future__ import annotations
@@ -82,6 +83,13 @@ def msa_step(inputs, dout, options) -> dict[str, float]:
     return timer.times()
 
 
+def forward_ms(inputs, ids, kl, options) -> dict[str, float]:
+    timer = Timer()
+    thresher.msa_attention(*inputs, block_indices=ids, kl=kl, **options)
+    timer.mark("forward")
+    return timer.times()
+
+
 def dense_step(inputs, dout) -> dict[str, float]:
     q, k, v = (t.transpose(0, 1)[None].detach().requires_grad_() for t in inputs[:3])
     dout = dout.transpose(0, 1)[None]
@@ -121,20 +129,29 @@ def measure(heads: str, tokens: int, args) -> dict:
     results = sum(t.numel() * t.element_size() for t in [*inputs, inputs[0]])
     extra = torch.cuda.max_memory_allocated() - before - results
     msa, dense = [], []
+    ids = thresher.select_blocks(*inputs[3:], **options)
+    forwards = {"backward": [], "forward": []}
+    forward_ms(inputs, ids, "forward", options)
     if dense_wanted:
         dense_step(inputs, dout)
     for _ in range(args.repeats):
         flush.zero_()
         msa.append(msa_step(inputs, dout, options))
+        for kl, samples in forwards.items():
+            flush.zero_()
+            samples.append(forward_ms(inputs, ids, kl, options))
         if dense_wanted:
             flush.zero_()
             dense.append(dense_step(inputs, dout))
+    plain, exact = (median(forwards[kl])["forward"] for kl in ("backward", "forward"))
     result = {
         "heads": heads,
         "tokens": tokens,
         "msa_ms": median(msa),
         # Beyond inputs, outputs and gradients: workspaces, ids, row statistics.
         "msa_extra_bytes": extra,
+        "forward_ms": plain,
+        "exact_kl_extra_ms": round(exact - plain, 4),
     }
     if dense:
         result["dense_ms"] = median(dense)
@@ -170,6 +187,8 @@ def main() -> None:
                 f"{m['selection']:.2f}, forward {m['forward']:.2f}, backward {m['backward']:.2f}), "
                 f"{r['msa_extra_bytes'] / 2**30:.2f} GiB extra"
             )
+            kl_ms, share = r["exact_kl_extra_ms"], r["exact_kl_extra_ms"] / r["forward_ms"]
+            text += f", exact KL rows {kl_ms:.2f} ms more ({share:.0%} of the forward)"
             if "dense_ms" in r:
                 text += f"  dense {r['dense_ms']['step']:.2f} ms: {r['speedup']:.2f} x"
             print(text, flush=True)

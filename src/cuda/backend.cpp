@@ -28,7 +28,11 @@ constexpr const Kernel<BackwardParams>* kSparseBackward[] = {
     &portable::sparse_backward};
 constexpr const Kernel<ForwardParams>* kWarmupForward[] = {&portable::warmup_forward};
 constexpr const Kernel<BackwardParams>* kWarmupBackward[] = {&portable::warmup_backward};
-constexpr const Kernel<KlParams>* kProxyKl[] = {&portable::proxy_kl};
+constexpr const Kernel<KlParams>* kProxyKl[] = {
+#if THRESHER_CUDA_SM90
+    &sm90::proxy_kl,
+#endif
+    &portable::proxy_kl};
 
 // --- what all of them need
 // -------------------------------------------------------------------------

@@ -37,6 +37,7 @@ namespace sm90 {
 extern const Kernel<SelectParams> select_blocks;
 extern const Kernel<ForwardParams> sparse_forward;
 extern const Kernel<BackwardParams> sparse_backward;
+extern const Kernel<KlParams> proxy_kl;
 } // namespace sm90
 
 } // namespace thresher::cuda

@@ -43,6 +43,26 @@ def test_more_places_than_blocks_equal_dense_attention(api, device, main_dtype):
     verify(api, fast_case(device, main_dtype, top_k_blocks=24, lengths=(900, 130)))
 
 
+@pytest.mark.parametrize("heads", ["4 heads", "16 heads"])
+def test_perfect_proxy_has_kl_zero(api, device, dtype, heads):
+    """Every main head is its proxy head: student equals teacher, and no rounding comes through."""
+    case = fast_case(device, dtype, FAST[heads])
+    x = case.inputs
+    group, kv_heads = x.q.shape[1] // x.q_proxy.shape[1], x.k.shape[1]
+    case = case.with_inputs(
+        q=x.q_proxy.repeat_interleave(group, 1), k=x.k_proxy.repeat(1, kv_heads, 1)
+    )
+    assert run(api, case).kl.abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("heads", FAST.values(), ids=FAST.keys())
+def test_exact_kl_rows_are_the_same_bits_again(api, device, main_dtype, heads):
+    case = fast_case(device, main_dtype, heads, padding=5)
+    first = run(api, case)
+    again = run(api, case, block_indices=first.block_indices)
+    assert torch.equal(first.kl, again.kl)
+
+
 def test_negative_scales(api, device, main_dtype):
     verify(api, fast_case(device, main_dtype, softmax_scale=-0.05, proxy_scale=-0.1))
 

@@ -18,6 +18,7 @@ struct BackwardCase : ForwardCase {
   bool dq = true, dk = true, dv = true, dq_proxy = true, dk_proxy = true, kl = true;
   bool deterministic = false;
   bool kl_alone = false; // proxy_kl instead of a backward
+  const cuda::Kernel<KlParams>* kl_kernel = &cuda::portable::proxy_kl;
   double dkl_size = 1;
 
   bool main() const { return (dq || dk || dv) && !kl_alone; }
@@ -99,7 +100,7 @@ class BackwardRun {
   Shapes shapes;
 
   BackwardRun(const BackwardCase& c, const BackwardInputs<T>& in)
-      : dense_(c.dense), kl_alone_(c.kl_alone), forward_(c, in.x, in.ids),
+      : dense_(c.dense), kl_alone_(c.kl_alone), kl_kernel_(*c.kl_kernel), forward_(c, in.x, in.ids),
         q_rows_(c.layout, dtype_of<T>(), c.batch.rows, c.batch.tokens, c.q_heads, c.dim),
         k_rows_(c.layout, dtype_of<T>(), c.batch.rows, c.batch.keys, c.kv_heads, c.dim),
         q_proxy_rows_(c.layout, dtype_of<T>(), c.batch.rows, c.batch.tokens, c.proxy_heads,
@@ -152,12 +153,12 @@ class BackwardRun {
   }
 
   size_t workspace_size() const {
-    return kl_alone_ ? cuda::portable::proxy_kl.workspace_size(kl_params, shapes)
+    return kl_alone_ ? kl_kernel_.workspace_size(kl_params, shapes)
                      : kernel().workspace_size(params, shapes);
   }
   void enqueue(const Workspace& workspace, cudaStream_t stream) const {
     if (kl_alone_)
-      cuda::portable::proxy_kl.run(kl_params, shapes, workspace, stream);
+      kl_kernel_.run(kl_params, shapes, workspace, stream);
     else
       kernel().run(params, shapes, workspace, stream);
   }
@@ -218,6 +219,7 @@ class BackwardRun {
   }
 
   bool dense_, kl_alone_;
+  const cuda::Kernel<KlParams>& kl_kernel_;
   ForwardRun<T> forward_;
   Placed q_rows_, k_rows_, q_proxy_rows_, k_proxy_rows_, per_proxy_, per_head_;
   DeviceArray<T> dout_;

@@ -1,9 +1,9 @@
 // A CTA on the CPU: every thread is a coroutine, so that kernels run as they are written, without a
 // GPU. Only what the emulated kernels use is here; shim/ replaces the headers that hold PTX.
 //
-// Coroutines are resumed in an order that changes from round to round, bulk copies land at random
-// times, and a wgmma reads its operands only when it is waited for: a barrier that is missing or
-// released early shows as a wrong result, one that is never completed as a deadlock.
+// Coroutines are resumed in an order that changes from round to round, bulk copies and cp.async
+// land at random times, and a wgmma reads shared memory only when it is waited for: a barrier that
+// is missing or released early shows as a wrong result, one that is never completed as a deadlock.
 #pragma once
 
 #include <thresher/params.h>
@@ -90,7 +90,8 @@ class Machine {
   Index block_index = {0}, grid = {1};
 
   // --- one CTA ---------------------------------------------------------------------------------
-  void run(int threads, uint8_t* shared, const std::function<void()>& kernel) {
+  void run(int threads, uint8_t* shared, const std::function<void()>& kernel, int block = 0) {
+    block_index.x = block;
     shared_ = shared;
     barriers_.clear();
     warps_.assign(static_cast<size_t>(threads / 32), {});
@@ -182,12 +183,14 @@ class Machine {
     if (to % 128 != 0)
       fail("a box must start at a multiple of 128 bytes");
     copies_.push_back(
-        {to, reinterpret_cast<const Map*>(map), {at[0], at[1], at[2], at[3]}, barrier});
+        {to, *reinterpret_cast<const Map*>(map), {at[0], at[1], at[2], at[3]}, barrier});
   }
 
   // --- cp.async: a thread's land in their order -------------------------------------------------
   uint8_t* shared(uint32_t address) { return shared_ + address; }
   void copy_async(uint32_t to, const void* from, uint32_t bytes, bool valid) {
+    if (to % bytes != 0)
+      fail("a misaligned cp.async");
     current_->copies.push_back({to, from, bytes, valid, nullptr});
   }
   void arrive_after_copies(uint64_t* barrier) {
@@ -255,7 +258,7 @@ class Machine {
   };
   struct Copy {
     uint32_t to;
-    const Map* map;
+    Map map; // a copy: the kernel that was given it may have ended
     int at[4];
     uint64_t* barrier;
   };
@@ -283,7 +286,7 @@ class Machine {
   static uint32_t swizzle(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
 
   void land(const Copy& copy) {
-    const Map& map = *copy.map;
+    const Map& map = copy.map;
     for (int row = 0; row < map.box[2]; ++row)
       for (int head = 0; head < map.box[1]; ++head)
         for (int column = 0; column < map.box[0]; ++column) {

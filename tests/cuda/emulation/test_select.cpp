@@ -115,12 +115,11 @@ std::vector<int32_t> run_kernels(const Case& c, const Inputs<T>& inputs) {
       emulation::make_map(inputs.k.data(), batches, batch.keys, c.key_heads, c.dim, 1, C::kKeys);
   auto& machine = emulation::machine();
   std::memset(memory, 0xff, sizeof memory); // NaN
-  machine.block_index.x = 0;
   machine.run(C::kThreads, memory, [&] { select_kernel<T, C>(q, k, params); });
   const int64_t warps = c.heads * ((batch.tokens + 31) / 32);
   for (int64_t first = 0; first < warps; first += kFinishThreads / 32) {
-    machine.block_index.x = static_cast<int>(first / (kFinishThreads / 32));
-    machine.run(kFinishThreads, memory, [&] { finish_kernel<C::kPlaces>(params); });
+    const int block = static_cast<int>(first / (kFinishThreads / 32));
+    machine.run(kFinishThreads, memory, [&] { finish_kernel<C::kPlaces>(params); }, block);
   }
   return ids;
 }

@@ -6,13 +6,9 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/sm90/backward/proxy_wgmma_config.h"
 #include "cuda/sm90/common/async.cuh"
+#include "cuda/sm90/common/swizzle.cuh"
 
 namespace thresher::cuda::sm90::backward {
-
-// 16-byte chunk of a row in a tile of 128-byte swizzled halves.
-__device__ __forceinline__ uint32_t swizzled(int row, int chunk, int half_bytes) {
-  return (chunk >> 3) * half_bytes + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
-}
 
 template <class T, class C>
 class ProxyProducer {

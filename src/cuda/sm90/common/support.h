@@ -32,6 +32,8 @@ inline bool strides_fit(const Tensor& t) {
 inline std::string refuses_attention(const Shapes& s, const DeviceFacts& device) {
   if (device.major != 9)
     return "needs compute capability 9.0";
+  if (s.keys == 0)
+    return "needs a key"; // bulk copies have no descriptor of nothing
   if (s.dim != 128 || s.block_size != 128)
     return "needs head dimension 128 and block size 128";
   const int rows = rows_per_token(s); // kHeads of the kernels that exist

@@ -44,6 +44,14 @@ float2 unpack(uint32_t pair) {
   return {static_cast<float>(values[0]), static_cast<float>(values[1])};
 }
 
+// Lane l gets of matrix i elements 2 (l % 4) and the next of row l / 4.
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+  uint32_t all[32];
+  machine().warp_exchange(address, all);
+  const int lane = machine().thread_index().x & 31;
+  for (int i = 0; i < 4; ++i)
+    std::memcpy(&r[i], machine().shared(all[8 * i + lane / 4]) + lane % 4 * 4, 4);
+}
 // Lane l gets of matrix i, transposed, elements 2 (l % 4) and the next of column l / 4.
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
   uint32_t all[32];
