@@ -111,7 +111,7 @@ class Machine {
         swapcontext(&scheduler_, &thread.context);
       }
       for (size_t i = 0; i < copies_.size();)
-        if (random_() % 4 == 0) {
+        if (copies_[i].rounds-- == 0) {
           const Copy copy = copies_[i];
           copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(i));
           land(copy);
@@ -162,8 +162,13 @@ class Machine {
   void copy(uint32_t to, const CUtensorMap* map, const int (&at)[4], uint64_t* barrier) {
     if (to % 1024 != 0)
       fail("a swizzled box must start at a multiple of 1,024 bytes");
-    copies_.push_back(
-        {to, reinterpret_cast<const Map*>(map), {at[0], at[1], at[2], at[3]}, barrier});
+    // Most come soon; some so late that they are missed though others were sent long before.
+    const auto rounds = random_() % (random_() % 8 == 0 ? 200 : 8);
+    copies_.push_back({to,
+                       reinterpret_cast<const Map*>(map),
+                       {at[0], at[1], at[2], at[3]},
+                       barrier,
+                       static_cast<int>(rounds)});
   }
 
   // --- wgmma -----------------------------------------------------------------------------------
@@ -213,6 +218,7 @@ class Machine {
     const Map* map;
     int at[4];
     uint64_t* barrier;
+    int rounds; // until it lands
   };
 
   static void start();
