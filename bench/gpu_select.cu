@@ -11,6 +11,7 @@
 #include "cuda/sm90/select/kernel.cuh"
 #include "cuda/sm90/select/select.h"
 
+#include <cmath>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -24,11 +25,11 @@ namespace hopper = sm90::select;
 
 namespace {
 
-constexpr int kBlock = 128, kTopK = 16;
+constexpr int kBlock = 128;
 
 // --- the products alone -------------------------------------------------------------------------
 template <int kDim>
-using Config = hopper::Config<kDim, kBlock, kTopK>;
+using Config = hopper::Config<kDim, kBlock, 16>; // it keeps no lists
 
 // The consumer without what comes after a product.
 template <class T, class C>
@@ -130,14 +131,32 @@ void run_products(const SelectParams& params, const hopper::Params& kernel_param
 }
 
 // --- cases --------------------------------------------------------------------------------------
-enum class Data { kNormal, kRising, kEqual };
+enum class Data { kNormal, kRealLike, kRising, kEqual };
 
 struct Case {
   std::string name;
   std::vector<int64_t> lengths;
   int heads = 4, key_heads = 1, dim = 128;
   Data data = Data::kNormal;
+  int top_k = 16;
 };
+
+// Vectors whose direction drifts along the tokens, so that neighbours choose alike and prefer what
+// is near. q and k drift together: the walk and its seed are the same.
+std::vector<bf16> drifting_values(int64_t tokens, int heads, int dim, uint64_t seed) {
+  constexpr double kStay = 0.998, kDrift = 0.8, kNoise = 0.6; // 1 / (1 - kStay) = 500 tokens
+  const auto steps = random_values<float>(tokens * dim, 7);
+  const auto noise = random_values<float>(tokens * heads * dim, seed);
+  std::vector<double> walk(steps.begin(), steps.begin() + dim);
+  std::vector<bf16> values(noise.size());
+  for (int64_t i = 0; i < tokens * heads * dim; ++i) {
+    const int64_t token = i / (heads * dim), d = i % dim;
+    if (i % (heads * dim) < dim) // the token's first head
+      walk[d] = kStay * walk[d] + std::sqrt(1 - kStay * kStay) * steps[token * dim + d];
+    values[i] = from_double<bf16>(kDrift * walk[d] + kNoise * noise[i]);
+  }
+  return values;
+}
 
 double median(std::vector<double> x) {
   std::nth_element(x.begin(), x.begin() + x.size() / 2, x.end());
@@ -154,12 +173,16 @@ void measure(const Case& c) {
   shapes.proxy_kv_heads = c.key_heads;
   shapes.proxy_dim = c.dim;
   shapes.block_size = params.problem.block_size = kBlock;
-  shapes.top_k = params.problem.top_k_blocks = kTopK;
+  shapes.top_k = params.problem.top_k_blocks = c.top_k;
   shapes.dtype = DType::kBFloat16;
   params.problem.local_blocks = 1;
   params.problem.proxy_scale = 1;
   auto q_values = random_values<bf16>(batch.tokens * c.heads * c.dim, 1);
   auto k_values = random_values<bf16>(batch.keys * c.key_heads * c.dim, 2);
+  if (c.data == Data::kRealLike) {
+    q_values = drifting_values(batch.tokens, c.heads, c.dim, 1);
+    k_values = drifting_values(batch.keys, c.key_heads, c.dim, 2);
+  }
   if (c.data == Data::kEqual)
     std::fill(k_values.begin(), k_values.end(), from_double<bf16>(0.5));
   if (c.data == Data::kRising) { // block b's keys hold b in two digits, so that bf16 is exact
@@ -172,10 +195,10 @@ void measure(const Case& c) {
     }
   }
   const DeviceArray<bf16> q(q_values), k(k_values);
-  const DeviceArray<int32_t> ids(int64_t{c.heads} * batch.tokens * kTopK);
+  const DeviceArray<int32_t> ids(int64_t{c.heads} * batch.tokens * c.top_k);
   params.q_proxy = tensor_of(q, batch.tokens, c.heads, c.dim);
   params.k_proxy = tensor_of(k, batch.keys, c.key_heads, c.dim);
-  params.block_indices = tensor_of(ids, c.heads, batch.tokens, kTopK);
+  params.block_indices = tensor_of(ids, c.heads, batch.tokens, c.top_k);
   double flops = 0;
   for (const int64_t length : c.lengths)
     flops += static_cast<double>(length) * (length + 1) * c.heads * c.dim;
@@ -225,8 +248,10 @@ void measure(const Case& c) {
     if (round >= 0)
       ratios.push_back(ms[1] / ms[0]);
   }
-  std::printf("{\"case\": \"%s\", \"tokens\": %lld, \"heads\": \"%d/%d\", \"dim\": %d",
-              c.name.c_str(), static_cast<long long>(batch.tokens), c.heads, c.key_heads, c.dim);
+  std::printf("{\"case\": \"%s\", \"tokens\": %lld, \"heads\": \"%d/%d\", \"dim\": %d, "
+              "\"top_k\": %d",
+              c.name.c_str(), static_cast<long long>(batch.tokens), c.heads, c.key_heads, c.dim,
+              c.top_k);
   for (int i = 0; i < 2; ++i)
     std::printf(", \"%s_ms\": %.4f, \"%s_tflops\": %.0f", graphs[i].second, median(times[i]),
                 graphs[i].second, flops / median(times[i]) * 1e-9);
@@ -271,8 +296,15 @@ int main(int count, char** arguments) {
   cases.push_back({"1/1 128K", {128 * kK}, 1, 1});
   cases.push_back({"8/2 128K", {128 * kK}, 8, 2});
   cases.push_back({"4/1 128K Dp 64", {128 * kK}, 4, 1, 64});
-  cases.push_back({"rising 32K", {32 * kK}, 4, 1, 128, Data::kRising});
-  cases.push_back({"equal 32K", {32 * kK}, 4, 1, 128, Data::kEqual});
+  cases.push_back({"real-like 32K", {32 * kK}, 4, 1, 128, Data::kRealLike});
+  cases.push_back({"real-like 128K", {128 * kK}, 4, 1, 128, Data::kRealLike});
+  for (const int top_k : {16, 32, 64}) {
+    const std::string places = " K " + std::to_string(top_k);
+    if (top_k > 16)
+      cases.push_back({"4/1 32K" + places, {32 * kK}, 4, 1, 128, Data::kNormal, top_k});
+    cases.push_back({"rising 32K" + places, {32 * kK}, 4, 1, 128, Data::kRising, top_k});
+    cases.push_back({"equal 32K" + places, {32 * kK}, 4, 1, 128, Data::kEqual, top_k});
+  }
   if (count > 2)
     for (Case& c : read_packings(arguments[2]))
       cases.push_back(std::move(c));

@@ -9,7 +9,7 @@ shift
 [ $# -gt 0 ] || set -- memcheck initcheck synccheck racecheck
 declare -A tests=(
   [index]='*OddDocuments:*EqualRows:*QueriesWithoutKeys'
-  [select]='*ExactScores:*EqualRows:*QueriesWithoutKeys'
+  [select]='*ExactScores:*EqualRows:*QueriesWithoutKeys:*HopperLongestLists'
   [forward]='*OddDocumentsAndPadding:*Layouts:*QueriesWithoutKeys'
   [backward]='*OneBlock:*OneToken:*QueriesWithoutKeys'
 )

@@ -150,11 +150,16 @@ void make_data(const Case& c, std::vector<T>& q, std::vector<T>& k) {
   } else if (c.data == Data::kEqual) {
     for (T& x : k)
       x = from_double<T>(0.5);
-  } else if (c.data == Data::kRising) {
+  } else if (c.data == Data::kRising) { // every block beats all before it
     for (T& x : q)
       x = from_double<T>(1);
-    for (size_t i = 0; i < k.size(); ++i)
-      k[i] = from_double<T>(static_cast<double>(i) / static_cast<double>(k.size()));
+    std::fill(k.begin(), k.end(), from_double<T>(0));
+    for (int64_t i = 0; i < c.batch.keys * c.key_heads; ++i) { // two digits: exact in 16 bits
+      const int64_t number = i / c.key_heads / c.block_size;
+      k[static_cast<size_t>(i * c.dim)] = from_double<T>(static_cast<double>(number % 256));
+      k[static_cast<size_t>(i * c.dim + 1)] =
+          from_double<T>(static_cast<double>(number / 256 * 256));
+    }
   }
   if (c.data == Data::kNan) {
     const T nan = from_double<T>(std::numeric_limits<double>::quiet_NaN());
@@ -174,7 +179,7 @@ template <class T>
 void check_ids(const Case& c, const std::vector<T>& q, const std::vector<T>& k,
                const std::vector<int32_t>& ids) {
   const auto tokens = c.batch.describe();
-  const bool exact = c.data != Data::kNormal && c.data != Data::kRising;
+  const bool exact = c.data != Data::kNormal;
   const int64_t rows = c.heads * c.batch.tokens;
   std::atomic<int64_t> wrong_row = -1;
   std::vector<double> k_double(k.size());
@@ -404,13 +409,43 @@ TEST(Select, Hopper) {
           7);
 }
 
+// Lists of 33 to 64 take another loop than shorter ones.
+TEST(Select, HopperLongestLists) {
+  if (!has_hopper())
+    GTEST_SKIP() << "needs compute capability 9.0";
+  const auto check = [](Case c) {
+    c.check_every = 29;
+    EXPECT_TRUE(check_both(c)) << "not taken";
+  };
+  for (int dim : {64, 128})
+    for (Data data : {Data::kWhole, Data::kNormal, Data::kEqual, Data::kRising, Data::kNan})
+      check({"K 65", packed({5500, 40, 4700}, 3), 2, 1, dim, 64, 65, 0, 1, data});
+  for (int top_k : {34, 35, 50})
+    for (int block_size : {64, 128})
+      check({"K", packed({7000, 1}), 4, 2, 96, block_size, top_k, 0, 1});
+  check({"large blocks", packed({18000}), 1, 1, 64, 256, 64, 1, 2});
+  check({"K 128", packed({9000}), 1, 1, 64, 64, 128, 32, 32}); // rows of 129 words: over 48 KB
+}
+
+// Long rows whose every block enters, or ties with the last that did.
+TEST(Select, HopperAdversarialScores) {
+  if (!has_hopper())
+    GTEST_SKIP() << "needs compute capability 9.0";
+  for (int top_k : {16, 33, 65})
+    for (Data data : {Data::kEqual, Data::kRising}) {
+      Case c = {"adversarial", packed({30000, 9000}), 4, 1, 128, 64, top_k, 0, 1, data};
+      c.check_every = 331;
+      EXPECT_TRUE(check_both(c)) << "not taken";
+    }
+}
+
 // Cut keys: the same ids.
 TEST(Select, SameIdsFromEveryHopperLaunchShape) {
   if (!has_hopper())
     GTEST_SKIP() << "needs compute capability 9.0";
   using T = __nv_bfloat16;
   for (int block_size : {64, 128, 256})
-    for (int top_k : {16, 32}) {
+    for (int top_k : {16, 32, 66}) {
       Case c = {"hopper",     packed({9000, 20000, 5}), 4, 1, 128, block_size, top_k, 1, 1,
                 Data::kNormal};
       std::vector<T> q, k;

@@ -123,20 +123,24 @@ class Machine {
         swapcontext(&scheduler_, &thread.context);
       }
       for (size_t i = 0; i < copies_.size();)
-        if (random_() % 4 == 0) {
+        if (copies_[i].rounds-- == 0) {
           const Copy copy = copies_[i];
           copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(i));
           land(copy);
         } else {
           ++i;
         }
-      for (const auto& thread : threads_)
-        if (!thread->copies.empty() && random_() % 2 == 0)
-          for (auto count = random_() % 8 + 1; count > 0 && !thread->copies.empty(); --count) {
-            land(thread->copies.front());
-            thread->copies.erase(thread->copies.begin());
+      bool copying = !copies_.empty();
+      for (const auto& thread : threads_) {
+        auto& queue = thread->copies;
+        copying = copying || !queue.empty();
+        if (!queue.empty() && queue.front().rounds-- == 0)
+          while (!queue.empty() && queue.front().rounds <= 0) {
+            land(queue.front());
+            queue.erase(queue.begin());
           }
-      idle = progress_ || !copies_.empty() ? 0 : idle + 1;
+      }
+      idle = progress_ || copying ? 0 : idle + 1;
       if (alive && idle > 100)
         fail("deadlock");
     }
@@ -182,19 +186,24 @@ class Machine {
   void copy(uint32_t to, const CUtensorMap* map, const int (&at)[4], uint64_t* barrier) {
     if (to % 128 != 0)
       fail("a box must start at a multiple of 128 bytes");
-    copies_.push_back(
-        {to, *reinterpret_cast<const Map*>(map), {at[0], at[1], at[2], at[3]}, barrier});
+    copies_.push_back({to,
+                       *reinterpret_cast<const Map*>(map),
+                       {at[0], at[1], at[2], at[3]},
+                       barrier,
+                       delay()});
   }
 
-  // --- cp.async: a thread's land in their order -------------------------------------------------
+  // --- cp.async: a thread's land in their order, those before an arrival together ---------------
   uint8_t* shared(uint32_t address) { return shared_ + address; }
   void copy_async(uint32_t to, const void* from, uint32_t bytes, bool valid) {
     if (to % bytes != 0)
       fail("a misaligned cp.async");
-    current_->copies.push_back({to, from, bytes, valid, nullptr});
+    auto& queue = current_->copies;
+    const bool first = queue.empty() || queue.back().barrier; // the others come with it
+    queue.push_back({to, from, bytes, valid, nullptr, first ? delay() : 0});
   }
   void arrive_after_copies(uint64_t* barrier) {
-    current_->copies.push_back({0, nullptr, 0, false, barrier});
+    current_->copies.push_back({0, nullptr, 0, false, barrier, 0});
   }
 
   // --- wgmma -----------------------------------------------------------------------------------
@@ -230,6 +239,7 @@ class Machine {
     uint32_t bytes;
     bool valid;
     uint64_t* barrier; // not null: not a copy, but an arrival
+    int rounds;        // until it lands
   };
   struct Accumulators {
     int pending = 0;
@@ -261,8 +271,11 @@ class Machine {
     Map map; // a copy: the kernel that was given it may have ended
     int at[4];
     uint64_t* barrier;
+    int rounds; // until it lands
   };
 
+  // Most copies come soon; some so late that they are missed though others were sent long before.
+  int delay() { return static_cast<int>(random_() % (random_() % 8 == 0 ? 200 : 8)); }
   static void start();
   void yield() { swapcontext(&current_->context, &scheduler_); }
   void meet(Group& group, int threads) {

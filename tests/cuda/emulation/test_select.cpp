@@ -26,7 +26,7 @@ namespace {
 using namespace cuda::sm90::select;
 using cuda::Candidate;
 
-enum class Data { kWhole, kEqual, kNan };
+enum class Data { kWhole, kEqual, kRising, kNan };
 
 struct Case {
   Batch batch;
@@ -54,6 +54,12 @@ Inputs<T> make_inputs(const Case& c) {
   };
   fill(inputs.q, c.batch.tokens * c.heads * c.dim);
   fill(inputs.k, c.batch.keys * c.key_heads * c.dim);
+  if (c.data == Data::kRising) { // a score is the number of its run of 64 keys: every block enters
+    std::fill(inputs.q.begin(), inputs.q.end(), from_double<T>(1));
+    std::fill(inputs.k.begin(), inputs.k.end(), from_double<T>(0));
+    for (size_t key = 0; key < inputs.k.size() / c.dim; ++key)
+      inputs.k[key * c.dim] = from_double<T>(static_cast<double>(key / c.key_heads / 64));
+  }
   return inputs;
 }
 
@@ -161,6 +167,20 @@ std::vector<int32_t> expected_row(const Case& c, const Inputs<T>& inputs, const 
   return order;
 }
 
+// The last queries of long documents: {queries, visible keys}.
+Batch late(const std::vector<std::pair<int32_t, int32_t>>& documents) {
+  Batch batch;
+  batch.q_begin = {0};
+  for (const auto [queries, keys] : documents) {
+    batch.q_begin.push_back(batch.q_begin.back() + queries);
+    batch.k_begin.push_back(static_cast<int32_t>(batch.keys));
+    batch.k_len.push_back(keys);
+    batch.keys += keys;
+  }
+  batch.tokens = batch.q_begin.back();
+  return batch;
+}
+
 template <class T, class C>
 void check(const Case& c) {
   const Inputs<T> inputs = make_inputs<T>(c);
@@ -197,6 +217,19 @@ TEST(EmulatedSelect, DoubleStageBlocks) {
 TEST(EmulatedSelect, LongLists) {
   check<B, C<64, 64, 32>>({packed({1930, 3}), 1, 1, 64, 22, 1, 1, 5, Data::kEqual});
   check<B, C<64, 64, 32>>({packed({1930, 3}), 1, 1, 64, 22, 1, 1, 1});
+}
+// Lists of 64: one set of accumulators, so another order of products, waits and releases.
+TEST(EmulatedSelect, LongestLists) {
+  for (Data data : {Data::kWhole, Data::kEqual, Data::kRising, Data::kNan})
+    check<B, C<64, 64, 64>>({late({{70, 6400}, {3, 4500}, {1, 50}}), 2, 1, 64, 66, 1, 1,
+                             data == Data::kWhole ? 1 : 3, data});
+}
+TEST(EmulatedSelect, LongestListsOfLargerBlocks) {
+  check<H, C<128, 128, 64>>({late({{40, 6300}}), 4, 2, 128, 40, 0, 2, 1});
+  check<B, C<64, 256, 64>>({late({{9, 10300}, {20, 9500}}), 3, 1, 40, 34, 0, 1, 2, Data::kNan});
+}
+TEST(EmulatedSelect, LongestListsPassThroughTheRing) { // many units, more stages than places
+  check<B, C<128, 64, 64>>({late({{300, 3900}, {140, 2700}}), 2, 2, 96, 36, 0, 1, 1});
 }
 TEST(EmulatedSelect, MoreHeadsThanRows) {
   check<B, C<64, 128, 16>>({packed({300}), 300, 1, 64, 2, 0, 1, 1});

@@ -9,7 +9,7 @@ namespace thresher::cuda::sm90::select {
 
 // A tile is 256 rows of (token, proxy head) on one proxy key head. Each of two warpgroups takes 128
 // of them as two m64 products, so that the maximum of one hides behind the product of the other.
-// kDim: Dp padded. kBlock: block size. kPlaces: candidates that a lane keeps of its row.
+// kDim: Dp padded. kBlock: block size. kPlaces: candidates that a lane keeps of its row (16 to 64).
 template <int kDim_, int kBlock_, int kPlaces_>
 struct Config {
   static constexpr int kDim = kDim_, kBlock = kBlock_, kPlaces = kPlaces_;
@@ -20,6 +20,8 @@ struct Config {
   static constexpr int kStages = kDim == 128 ? 5 : 8;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  // Both products have accumulators of their own, 64 registers each. Lists of 64 leave one set.
+  static constexpr bool kTwoAtATime = kPlaces <= 32;
   // The CTA owns what its launch bound leaves each thread (168); a larger sum waits for ever.
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
 

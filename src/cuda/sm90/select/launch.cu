@@ -19,17 +19,18 @@ using namespace select;
 constexpr int kRows = Config<128, 128, 16>::kRows; // of a tile, in every configuration
 constexpr int kUnitsPerSm = 3;                     // fewer units than this: cut the keys
 
-// Candidates in a lane's registers.
-constexpr int kFewPlaces = 16, kMaxPlaces = 32;
-int64_t places(int scored) {
-  return scored <= kFewPlaces ? kFewPlaces : kMaxPlaces;
-}
+// Candidates in a lane's registers: the shortest list that holds those of a row.
+constexpr int kMaxPlaces = 64;
 template <class F>
-void with_places(int scored, F&& f) {
-  if (scored <= kFewPlaces)
-    f.template operator()<kFewPlaces>();
-  else
-    f.template operator()<kMaxPlaces>();
+auto with_places(int scored, F&& f) {
+  if (scored <= 16)
+    return f.template operator()<16>();
+  if (scored <= 32)
+    return f.template operator()<32>();
+  return f.template operator()<kMaxPlaces>();
+}
+int64_t places(int scored) {
+  return with_places(scored, [&]<int kPlaces>() -> int64_t { return kPlaces; });
 }
 
 template <int kPlaces, class F>

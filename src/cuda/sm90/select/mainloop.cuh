@@ -78,8 +78,13 @@ class Consumer {
           has_row ? portable::scored_end(args, unit.first_position + own_token) : 0;
       end_ = min(row_end, unit.end_block);
       top_.clear();
-      if (stages > 0)
-        sweep(stages, __shfl_sync(~0u, unit.first_block, 0));
+      if (stages > 0) {
+        const int first_block = __shfl_sync(~0u, unit.first_block, 0);
+        if constexpr (C::kTwoAtATime)
+          sweep(stages, first_block);
+        else
+          sweep_in_turn(stages, first_block);
+      }
       __syncwarp();
       if (lane_ == 0)
         barrier_arrive(s_.query_empty);
@@ -163,13 +168,16 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void sweep(int stages, int first_block) {
-    float low[64], high[64]; // scores of the two halves of the rows
-    Maxima low_max, high_max;
+  __device__ __forceinline__ void begin(int first_block) {
     first_block_ = first_block;
 #pragma unroll
     for (int i = 0; i < kOffers; ++i)
       pending_[i] = kNoKey;
+  }
+  __device__ __forceinline__ void sweep(int stages, int first_block) {
+    float low[64], high[64]; // scores of the two halves of the rows
+    Maxima low_max, high_max;
+    begin(first_block);
     wait(ring_);
     issue<0>(low, ring_.stage);
     int number = 0;
@@ -205,6 +213,30 @@ class Consumer {
     } else { // never; but without it ptxas loses track of what is in flight and serialises wgmma
       wgmma_wait<0>();
       keep(low);
+    }
+    enter();
+  }
+
+  // The same with one set of accumulators: here the other warpgroup's products hide the maxima.
+  __device__ __forceinline__ void sweep_in_turn(int stages, int first_block) {
+    float score[64];
+    Maxima low_max, high_max;
+    begin(first_block);
+#pragma unroll 1
+    for (int number = 0; number < stages; ++number) {
+      wait(ring_);
+      issue<0>(score, ring_.stage);
+      enter();
+      wgmma_wait<0>();
+      keep(score);
+      maxima(score, low_max);
+      issue<1>(score, ring_.stage);
+      wgmma_wait<0>();
+      keep(score);
+      release(ring_);
+      ring_ = ring_.next();
+      maxima(score, high_max);
+      offer(low_max, high_max, number);
     }
     enter();
   }
