@@ -15,7 +15,11 @@ namespace {
 
 // --- the table: operation x implementation, best first
 // --------------------------------------------
-constexpr const Kernel<SelectParams>* kSelectBlocks[] = {&portable::select_blocks};
+constexpr const Kernel<SelectParams>* kSelectBlocks[] = {
+#if THRESHER_CUDA_SM90 && THRESHER_UNPROVEN
+    &sm90::select_blocks,
+#endif
+    &portable::select_blocks};
 constexpr const Kernel<ForwardParams>* kSparseForward[] = {
 #if THRESHER_CUDA_SM90
     &sm90::sparse_forward,
@@ -29,7 +33,7 @@ constexpr const Kernel<BackwardParams>* kSparseBackward[] = {
 constexpr const Kernel<ForwardParams>* kWarmupForward[] = {&portable::warmup_forward};
 constexpr const Kernel<BackwardParams>* kWarmupBackward[] = {&portable::warmup_backward};
 constexpr const Kernel<KlParams>* kProxyKl[] = {
-#if THRESHER_CUDA_SM90
+#if THRESHER_CUDA_SM90 && THRESHER_UNPROVEN
     &sm90::proxy_kl,
 #endif
     &portable::proxy_kl};

@@ -5,7 +5,7 @@
 #include "cuda/portable/backward/backward.h"
 #include "cuda/sm90/backward/kernel.cuh"
 #include "cuda/sm90/backward/passes.cuh"
-#if THRESHER_WGMMA_PROXY
+#if THRESHER_UNPROVEN
 #include "cuda/sm90/backward/proxy_wgmma.cuh"
 #else
 #include "cuda/sm90/backward/proxy.cuh"
@@ -127,7 +127,7 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
   const CUtensorMap dout_map = encode_map(params.dout, heads, 1);
   const CUtensorMap k_map = encode_map(params.k, 1, Config::kKeys);
   const CUtensorMap v_map = encode_map(params.v, 1, Config::kKeys);
-#if THRESHER_WGMMA_PROXY
+#if THRESHER_UNPROVEN
   CUtensorMap teacher_map = {};
   if (plan.proxy) {
     Tensor rows; // [pairs, 1, 128]
@@ -201,7 +201,7 @@ void run(const BackwardParams& params, const Shapes& s, const Plan& plan, cudaSt
       proxy.dk_proxy = plan.dk_proxy;
       proxy.kl_partial = plan.kl_partial;
       proxy.scale = static_cast<float>(params.problem.proxy_scale);
-#if THRESHER_WGMMA_PROXY
+#if THRESHER_UNPROVEN
       if (plan.parts > 1)
         launch("sm90 backward sum teacher", sum_parts_kernel, wide, 256, 0, stream, plan.teacher,
                plan.teacher_part_stride, plan.parts);

@@ -1,4 +1,4 @@
-// NOT YET RUN ON A GPU: compiled with -DTHRESHER_WGMMA_PROXY=ON only, in the place of proxy.cuh.
+// NOT YET RUN ON A GPU: compiled with -DTHRESHER_UNPROVEN=ON only, in the place of proxy.cuh.
 //
 // The proxy's share of the backward, from the teacher's rows that the main kernel left behind:
 // student = exp(s_proxy - proxy_lse), dS = dkl (student - teacher), dq_proxy, dk_proxy, KL rows.
@@ -165,7 +165,6 @@ class ProxyConsumer {
   // Sums of the warp's 16 keys: the eight lanes of a column exchange halves, so that each ends with
   // two of its 16 tokens.
   __device__ __forceinline__ void sum_kl(float (&kl)[16], int parity) {
-#pragma unroll
 #pragma unroll
     for (int step = 0; step < 3; ++step) {
       const int half = 8 >> step, bit = 4 << step;
