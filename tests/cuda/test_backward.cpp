@@ -466,18 +466,20 @@ TEST_F(HopperBackward, HeadRatios) {
     for (int proxy_dim : {64, 128}) {
       BackwardCase c = hopper_case("heads " + std::to_string(q) + "/" + std::to_string(kv) + "/" +
                                        std::to_string(proxy) + "/" + std::to_string(proxy_kv),
-                                   packed({450, 0, 1, 128, 129, 77}, 5));
+                                   packed({280, 0, 1, 129}, 5));
       set_heads(c, q, kv, proxy, proxy_kv);
       c.proxy_dim = proxy_dim;
-      c.top_k = 3;
-      check_types(c);
+      c.top_k = 2;
+      check<bf16>(c);
+      if (q == 16)
+        check<fp16>(c);
     }
 }
 TEST_F(HopperBackward, OddDocuments) {
   check_types(hopper_case("odd", packed(kLengths, 13)));
   check_types(hopper_case("one token", packed({1})));
   check_types(hopper_case("nothing", packed({0, 0}, 9)));
-  check_types(hopper_case("rows", rows(3, 450)));
+  check_types(hopper_case("rows", rows(3, 190)));
   std::vector<int64_t> lengths(300, 7);
   lengths.insert(lengths.begin() + 100, 700);
   check_types(hopper_case("short", packed(lengths)));
@@ -487,8 +489,8 @@ TEST_F(HopperBackward, OddDocuments) {
 }
 // Many items of one block, within a window, from window to window and from head to head.
 TEST_F(HopperBackward, EveryTokenSelectsTheSameBlock) {
-  for (auto [q, kv, proxy, proxy_kv] : {std::array{8, 1, 2, 1}, {8, 2, 1, 1}, {16, 1, 1, 1}}) {
-    BackwardCase c = hopper_case("same block", packed({4500, 1000}));
+  for (auto [q, kv, proxy, proxy_kv] : {std::array{8, 1, 2, 1}, {8, 2, 1, 1}, {8, 1, 1, 1}}) {
+    BackwardCase c = hopper_case("same block", packed({2300, 400}));
     set_heads(c, q, kv, proxy, proxy_kv);
     c.ids = Ids::kSame;
     c.top_k = 2;
@@ -497,8 +499,8 @@ TEST_F(HopperBackward, EveryTokenSelectsTheSameBlock) {
 }
 // Partial results of more slots than are added at a time.
 TEST_F(HopperBackward, ManySlots) {
-  BackwardCase c = hopper_case("slots", packed({2900, 70}));
-  set_heads(c, 8, 1, 2, 1);
+  BackwardCase c = hopper_case("slots", packed({2300, 70}));
+  set_heads(c, 4, 1, 1, 1);
   c.ids = Ids::kAll;
   c.top_k = 24;
   check<bf16>(c);
@@ -511,7 +513,7 @@ TEST_F(HopperBackward, ManySlots) {
 }
 // The places of 64 heads x 128 slots leave room for windows of 512 tokens.
 TEST_F(HopperBackward, ManyPasses) {
-  BackwardCase c = hopper_case("passes", packed({900, 250}, 7));
+  BackwardCase c = hopper_case("passes", packed({530, 150}, 7));
   set_heads(c, 64, 4, 4, 1);
   c.top_k = 128;
   check<bf16>(c);
