@@ -89,9 +89,12 @@ Plan make_plan(const BackwardParams& params, const Shapes& s, WorkspaceCarver& w
   const int64_t limit = std::min<int64_t>(65536, kPassBytes / bytes_per_token);
   plan.windows_per_pass = static_cast<int>(
       std::clamp<int64_t>(limit / window, 1, std::max<int64_t>(plan.index.windows, 1)));
+  if (plan.deterministic && plan.index.windows > 0) // many short passes: none shorter than need be
+    plan.windows_per_pass =
+        ceil_div(plan.index.windows, ceil_div(plan.index.windows, plan.windows_per_pass));
   plan.tokens_per_pass = plan.windows_per_pass * window;
-  const int64_t rows = plan.tokens_per_pass * s.q_heads;
-  const int64_t pairs = plan.tokens_per_pass * pairs_per_token;
+  const int64_t tokens = std::min(plan.tokens_per_pass, s.tokens);
+  const int64_t rows = tokens * s.q_heads;
 
   const size_t cleared_from = workspace.bytes();
   plan.bound = workspace.take<float>(2);
@@ -108,18 +111,18 @@ Plan make_plan(const BackwardParams& params, const Shapes& s, WorkspaceCarver& w
   plan.accumulator_count = s.keys * s.kv_heads * Config::kDim;
   plan.dk = workspace.take<float>(plan.accumulator_count);
   plan.dv = workspace.take<float>(plan.accumulator_count);
-  plan.teacher_part_stride = pairs * Config::kKeys;
+  // Lists are spaced by whole windows.
+  plan.teacher_part_stride = plan.tokens_per_pass * pairs_per_token * Config::kKeys;
   plan.teacher = workspace.take<__half>(plan.proxy ? plan.parts * plan.teacher_part_stride : 0);
   const bool wants_dq_proxy = params.dkl && params.dq_proxy;
-  plan.dq_proxy = workspace.take<float>(wants_dq_proxy && !plan.deterministic
-                                            ? plan.tokens_per_pass * s.proxy_heads * s.proxy_dim
-                                            : 0);
+  plan.dq_proxy = workspace.take<float>(
+      wants_dq_proxy && !plan.deterministic ? tokens * s.proxy_heads * s.proxy_dim : 0);
   if (wants_dq_proxy && plan.deterministic) // 512 bytes a pair at most, of at least 4 x 256
     plan.dq_proxy = reinterpret_cast<float*>(plan.dq);
   plan.proxy_key_count =
       params.dkl && params.dk_proxy ? s.keys * s.proxy_kv_heads * s.proxy_dim : 0;
   plan.dk_proxy = workspace.take<float>(plan.proxy_key_count);
-  plan.kl_partial = workspace.take<float>(params.kl ? pairs : 0);
+  plan.kl_partial = workspace.take<float>(params.kl ? tokens * pairs_per_token : 0);
   if (workspace.bytes() < overlay.bytes())
     workspace = overlay;
   return plan;
