@@ -19,6 +19,7 @@ struct BackwardCase : ForwardCase {
   bool deterministic = false;
   bool kl_alone = false; // proxy_kl instead of a backward
   const cuda::Kernel<KlParams>* kl_kernel = &cuda::portable::proxy_kl;
+  bool hopper = false; // by the kernels that need compute capability 9.0, not the portable ones
   double dkl_size = 1;
 
   bool main() const { return (dq || dk || dv) && !kl_alone; }
@@ -100,7 +101,8 @@ class BackwardRun {
   Shapes shapes;
 
   BackwardRun(const BackwardCase& c, const BackwardInputs<T>& in)
-      : dense_(c.dense), kl_alone_(c.kl_alone), kl_kernel_(*c.kl_kernel), forward_(c, in.x, in.ids),
+      : dense_(c.dense), kl_alone_(c.kl_alone), hopper_(c.hopper), kl_kernel_(*c.kl_kernel),
+        forward_(c, in.x, in.ids),
         q_rows_(c.layout, dtype_of<T>(), c.batch.rows, c.batch.tokens, c.q_heads, c.dim),
         k_rows_(c.layout, dtype_of<T>(), c.batch.rows, c.batch.keys, c.kv_heads, c.dim),
         q_proxy_rows_(c.layout, dtype_of<T>(), c.batch.rows, c.batch.tokens, c.proxy_heads,
@@ -152,6 +154,8 @@ class BackwardRun {
                  params.block_indices, params.lse, params.proxy_lse, params.kl};
   }
 
+  // Empty: the kernel takes the case.
+  std::string refuses() const { return kernel().refuses(params, shapes, cuda::device_facts()); }
   size_t workspace_size() const {
     return kl_alone_ ? kl_kernel_.workspace_size(kl_params, shapes)
                      : kernel().workspace_size(params, shapes);
@@ -186,6 +190,10 @@ class BackwardRun {
 
  private:
   const cuda::Kernel<BackwardParams>& kernel() const {
+#if THRESHER_CUDA_SM90
+    if (hopper_)
+      return cuda::sm90::sparse_backward;
+#endif
     return dense_ ? cuda::portable::warmup_backward : cuda::portable::sparse_backward;
   }
   template <class Array>
@@ -218,7 +226,7 @@ class BackwardRun {
     return tensor ? placed.gather(memory) : std::vector<double>();
   }
 
-  bool dense_, kl_alone_;
+  bool dense_, kl_alone_, hopper_;
   const cuda::Kernel<KlParams>& kl_kernel_;
   ForwardRun<T> forward_;
   Placed q_rows_, k_rows_, q_proxy_rows_, k_proxy_rows_, per_proxy_, per_head_;

@@ -1,4 +1,4 @@
-// Times of the portable sparse and warm-up backward. Not a test.
+// Times of the portable sparse and warm-up backward, and of the Hopper backward. Not a test.
 #include "backward_case.h"
 
 using namespace thresher;
@@ -11,7 +11,7 @@ struct Heads {
 };
 
 void time_case(int64_t length, Heads heads, int dim, int block_size, int top_k, bool dense,
-               bool proxy, bool deterministic) {
+               bool proxy, bool deterministic, bool hopper = false) {
   using T = __nv_bfloat16;
   BackwardCase c;
   c.batch = packed({length});
@@ -25,6 +25,7 @@ void time_case(int64_t length, Heads heads, int dim, int block_size, int top_k, 
   c.dense = dense;
   c.proxy = c.kl = proxy;
   c.deterministic = deterministic;
+  c.hopper = hopper;
   // Times do not depend on what the forward left behind, as long as it is finite.
   BackwardInputs<T> in;
   in.x = make_inputs<T>(c);
@@ -44,20 +45,22 @@ void time_case(int64_t length, Heads heads, int dim, int block_size, int top_k, 
         static_cast<double>(dense ? t + 1 : std::min<int64_t>(t + 1, int64_t{top_k} * block_size));
   std::printf("%s %6lld tokens, heads %d/%d/%d/%d, D %d, B %d, K %d, proxy %d, deterministic %d: "
               "%.3f ms, main %.0f TFLOP/s, workspace %.0f MiB\n",
-              dense ? "dense " : "sparse", static_cast<long long>(length), heads.q, heads.kv,
-              heads.proxy, heads.proxy_kv, dim, block_size, top_k, proxy, deterministic, ms,
-              10 * pairs * heads.q * dim / ms * 1e-9,
+              dense    ? "dense "
+              : hopper ? "hopper"
+                       : "sparse",
+              static_cast<long long>(length), heads.q, heads.kv, heads.proxy, heads.proxy_kv, dim,
+              block_size, top_k, proxy, deterministic, ms, 10 * pairs * heads.q * dim / ms * 1e-9,
               static_cast<double>(memory.bytes()) / 1048576);
   std::fflush(stdout);
 }
 
 } // namespace
 
-// time_backward [sparse | dense]
+// time_backward [sparse | dense | hopper]
 int main(int argc, char** argv) {
   const std::string only = argc > 1 ? argv[1] : "";
   constexpr Heads kSmall = {16, 2, 4, 1}, kLarge = {64, 4, 4, 1};
-  if (only != "dense") {
+  if (only.empty() || only == "sparse") {
     for (bool proxy : {false, true})
       for (bool deterministic : {false, true})
         time_case(16384, kSmall, 128, 128, 16, false, proxy, deterministic);
@@ -67,7 +70,14 @@ int main(int argc, char** argv) {
     time_case(16384, kSmall, 256, 128, 16, false, true, false);
     time_case(16384, kSmall, 128, 64, 32, false, true, false);
   }
-  if (only != "sparse")
+  if (only.empty() || only == "dense")
     for (bool proxy : {false, true})
       time_case(16384, kSmall, 128, 128, 16, true, proxy, false);
+#if THRESHER_CUDA_SM90
+  if ((only.empty() || only == "hopper") && cuda::device_facts().major == 9)
+    for (auto [length, heads] : {std::pair{16384, kSmall}, {4096, kLarge}, {32768, kLarge}})
+      for (bool proxy : {false, true})
+        for (bool deterministic : {false, true})
+          time_case(length, heads, 128, 128, 16, false, proxy, deterministic, true);
+#endif
 }

@@ -91,7 +91,8 @@ struct BlockIndex {
   // same dK/dV rows (x: same kv head) and to the same dK_proxy rows (y: same proxy key head).
   // Waiting for one's turn cannot deadlock when items are taken in list order.
   int2* order = nullptr; // [max_items]
-  // Kernels that read this index do nothing where it points at zero; null: they always work.
+  // Kernels that build or read this index do nothing where it points at zero; null: they always
+  // work.
   const int32_t* gate = nullptr;
   IndexScratch scratch;
 

@@ -46,6 +46,8 @@ __global__ void __launch_bounds__(SegmentBuilder<kPerLane>::kThreads,
   using Builder = SegmentBuilder<kPerLane>;
   extern __shared__ __align__(16) char raw_shared[];
   SegmentShared& shared = *reinterpret_cast<SegmentShared*>(raw_shared);
+  if (index.idle())
+    return;
   const int32_t parts = index.scratch.parts;
   if (threadIdx.x == 0) {
     const int32_t unit = atomicAdd(index.scratch.ticket, 1);
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(kTurnThreads)
     hand_out_turns(BlockIndex index, int32_t kv_group, int32_t proxy_kv_group) {
   const int32_t group = blockIdx.y == 0 ? kv_group : proxy_kv_group;
   const int32_t first_head = blockIdx.x * group;
-  if (first_head >= index.proxy_heads)
+  if (index.idle() || first_head >= index.proxy_heads)
     return;
   int32_t* turns = index.scratch.turns +
                    (static_cast<int64_t>(blockIdx.y) * index.proxy_heads + blockIdx.x) * index.rows;

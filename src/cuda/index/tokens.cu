@@ -15,6 +15,8 @@ constexpr int kRankThreads = 1024;
 __global__ void __launch_bounds__(kRankThreads)
     rank_documents(BlockIndex index, Geometry geometry) {
   __shared__ int32_t scan[32];
+  if (index.idle())
+    return;
   uint32_t* bits = index.scratch.key_starts;
   const int words = geometry.keys / 32 + 1;
   const auto holds_keys = [&](int f) {
@@ -52,6 +54,8 @@ __global__ void __launch_bounds__(kRankThreads)
 // kOwnKeys: the fragments describe keys apart from queries (k_begin or k_len given).
 template <bool kOwnKeys>
 __global__ void __launch_bounds__(kThreads) describe(BlockIndex index, Geometry geometry) {
+  if (index.idle())
+    return;
   const int32_t block_size = index.block_size;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (token < index.tokens) {

@@ -163,6 +163,7 @@ class Machine {
     std::memcpy(all, warp.words[round & 1], sizeof all);
   }
   void block_sync() { meet(block_, static_cast<int>(threads_.size())); }
+  void give_way() { yield(); } // within a loop that waits for memory
   void named_sync(int id, int threads) { meet(named_[id], threads); }
 
   // --- mbarriers -------------------------------------------------------------------------------
@@ -186,11 +187,8 @@ class Machine {
   void copy(uint32_t to, const CUtensorMap* map, const int (&at)[4], uint64_t* barrier) {
     if (to % 128 != 0)
       fail("a box must start at a multiple of 128 bytes");
-    copies_.push_back({to,
-                       *reinterpret_cast<const Map*>(map),
-                       {at[0], at[1], at[2], at[3]},
-                       barrier,
-                       delay()});
+    copies_.push_back(
+        {to, *reinterpret_cast<const Map*>(map), {at[0], at[1], at[2], at[3]}, barrier, delay()});
   }
 
   // --- cp.async: a thread's land in their order, those before an arrival together ---------------
@@ -332,9 +330,9 @@ class Machine {
   }
 
   // Element (row, k) of A, (column, k) of B. Swizzled by 128 bytes: K-major, groups of 8 rows
-  // `stride` bytes apart; or MN-major, groups of 8 k `stride` and of 64 rows `leading` apart. Without
-  // swizzle, K-major: core matrices of 8 rows x 16 bytes, `leading` apart along k, `stride` along
-  // rows.
+  // `stride` bytes apart; or MN-major, groups of 8 k `stride` and of 64 rows `leading` apart.
+  // Without swizzle, K-major: core matrices of 8 rows x 16 bytes, `leading` apart along k, `stride`
+  // along rows.
   float operand(const Operand& operand, int row, int k, float (*value)(uint16_t)) const {
     const auto start = static_cast<uint32_t>(operand.descriptor & 0x3fff) << 4;
     const auto leading = static_cast<uint32_t>(operand.descriptor >> 16 & 0x3fff) << 4;
@@ -440,6 +438,10 @@ inline int atomicAdd(int* to, int value) {
   const int before = *to;
   *to += value;
   return before;
+}
+template <class V>
+void __stcs(V* to, const V& value) {
+  *to = value;
 }
 template <class V>
 V __ldcs(const V* from) {

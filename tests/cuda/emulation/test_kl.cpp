@@ -139,7 +139,8 @@ class Problem {
 
     std::vector<float> rows(static_cast<size_t>(T_ * proxy_heads), NAN);
     const CUtensorMap q = emulation::make_map(in_.q.data(), 1, T_, q_heads, C::kDim, C::kHeads, 1);
-    const CUtensorMap k = emulation::make_map(in_.k.data(), 1, c_.batch.keys, kv_heads, C::kDim, 1, 128);
+    const CUtensorMap k =
+        emulation::make_map(in_.k.data(), 1, c_.batch.keys, kv_heads, C::kDim, 1, 128);
     const CUtensorMap k_proxy =
         emulation::make_map(in_.k_proxy.data(), 1, c_.batch.keys, key_heads, C::kProxyDim, 1, 128);
     auto& machine = emulation::machine();

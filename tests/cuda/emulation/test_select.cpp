@@ -116,7 +116,7 @@ std::vector<int32_t> run_kernels(const Case& c, const Inputs<T>& inputs) {
 
   const int64_t batches = c.batch_rows ? batch.rows : 1;
   const CUtensorMap q = emulation::make_map(inputs.q.data(), batches, batch.tokens, c.heads, c.dim,
-                                 args.tile_heads, args.tile_tokens);
+                                            args.tile_heads, args.tile_tokens);
   const CUtensorMap k =
       emulation::make_map(inputs.k.data(), batches, batch.keys, c.key_heads, c.dim, 1, C::kKeys);
   auto& machine = emulation::machine();

@@ -153,12 +153,15 @@ void list_dense_items(const Geometry& geometry, const DenseItems& to, int32_t fi
 
 // --- the operation
 // -----------------------------------------------------------------------------------
-// `index`: already built, and read only (null: the call builds its own). With a gate in it, the
-// call changes nothing where the gate is zero: a faster kernel's way out for inputs that are not
-// finite.
+// How another kernel embeds the call: as its way out for inputs that are not finite.
+struct Embedding {
+  const BlockIndex* index = nullptr; // already built, and read only; null: the call builds its own
+  const int32_t* gate = nullptr;     // no result is touched where it points at zero
+  int64_t pass_bytes = int64_t{3} << 28; // of what is kept of a pass's tokens: 768 MiB
+};
 size_t backward_workspace_size(const BackwardParams& params, const Shapes& shapes,
-                               const BlockIndex* index);
+                               const Embedding& embedding);
 void run_backward(const BackwardParams& params, const Shapes& shapes, const Workspace& workspace,
-                  const BlockIndex* index, cudaStream_t stream);
+                  const Embedding& embedding, cudaStream_t stream);
 
 } // namespace thresher::cuda::portable::backward

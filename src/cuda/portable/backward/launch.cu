@@ -16,9 +16,8 @@ namespace backward {
 namespace {
 
 constexpr double kLog2e = 1.4426950408889634;
-constexpr int64_t kPassBytes = int64_t{3} << 28; // 768 MiB of what is kept of a pass's tokens
-constexpr int32_t kDenseBlock = 128;             // keys of a block of dense lists
-constexpr int32_t kLeastTokens = 16;             // of a pass
+constexpr int32_t kDenseBlock = 128; // keys of a block of dense lists
+constexpr int32_t kLeastTokens = 16; // of a pass
 
 // What a call computes. Of KlParams the same, without gradients.
 struct Request {
@@ -76,7 +75,7 @@ void with_proxy(const Shapes& s, F&& f) {
 }
 
 template <class T>
-Plan make_plan(const Request& r, const Shapes& s, const BlockIndex* given,
+Plan make_plan(const Request& r, const Shapes& s, const Embedding& embedding,
                WorkspaceCarver& workspace) {
   const BackwardParams& params = r.params;
   const bool deterministic = params.problem.deterministic;
@@ -121,19 +120,22 @@ Plan make_plan(const Request& r, const Shapes& s, const BlockIndex* given,
   index_shapes.block_size = r.block_size;
   if (r.dense) {
     index_shapes.top_k = 0;
-    options.window_tokens = static_cast<int32_t>(
-        std::min<int64_t>(std::clamp<int64_t>(kPassBytes / bytes, kLeastTokens, 65536), s.tokens));
+    options.window_tokens = static_cast<int32_t>(std::min<int64_t>(
+        std::clamp<int64_t>(embedding.pass_bytes / bytes, kLeastTokens, 65536), s.tokens));
   } else {
     options.window_tokens = suggested_window(s);
-    while (options.window_tokens > kLeastTokens && options.window_tokens * bytes > kPassBytes)
+    while (options.window_tokens > kLeastTokens &&
+           options.window_tokens * bytes > embedding.pass_bytes)
       options.window_tokens /= 2;
   }
-  plan.index = given ? *given : carve_index(params.problem, index_shapes, options, workspace);
+  plan.index = embedding.index ? *embedding.index
+                               : carve_index(params.problem, index_shapes, options, workspace);
+  plan.index.gate = embedding.gate;
   const int64_t window = plan.index.window_tokens;
   const int64_t most_windows =
       std::min<int64_t>(kTokenMask / window, std::max(plan.index.windows, 1));
   const int64_t windows = r.dense ? 1
-                                  : std::clamp<int64_t>(kPassBytes / (window * bytes), 1,
+                                  : std::clamp<int64_t>(embedding.pass_bytes / (window * bytes), 1,
                                                         std::max<int64_t>(most_windows, 1));
   plan.tokens = static_cast<int32_t>(windows * window);
   plan.passes = static_cast<int32_t>(ceil_div<int64_t>(s.tokens, plan.tokens));
@@ -376,24 +378,24 @@ void run_passes(const Request& r, const Shapes& s, Plan plan, bool build, cudaSt
 } // namespace
 
 size_t backward_workspace_size(const BackwardParams& params, const Shapes& shapes,
-                               const BlockIndex* index) {
+                               const Embedding& embedding) {
   size_t bytes = 0;
   with_dtype(shapes.dtype, [&]<class T>() {
     WorkspaceCarver carver;
-    make_plan<T>(make_request(params, shapes), shapes, index, carver);
+    make_plan<T>(make_request(params, shapes), shapes, embedding, carver);
     bytes = carver.bytes();
   });
   return bytes;
 }
 
 void run_backward(const BackwardParams& params, const Shapes& shapes, const Workspace& workspace,
-                  const BlockIndex* index, cudaStream_t stream) {
+                  const Embedding& embedding, cudaStream_t stream) {
   const Request request = make_request(params, shapes);
   with_dtype(shapes.dtype, [&]<class T>() {
     WorkspaceCarver carver(workspace.data);
-    const Plan plan = make_plan<T>(request, shapes, index, carver);
+    const Plan plan = make_plan<T>(request, shapes, embedding, carver);
     if (request.main || request.proxy)
-      run_passes<T>(request, shapes, plan, !index, stream);
+      run_passes<T>(request, shapes, plan, !embedding.index, stream);
   });
 }
 
@@ -419,11 +421,11 @@ std::string takes_all(const BackwardParams&, const Shapes&, const DeviceFacts&) 
 }
 
 size_t measure(const BackwardParams& params, const Shapes& shapes) {
-  return backward_workspace_size(params, shapes, nullptr);
+  return backward_workspace_size(params, shapes, {});
 }
 void run(const BackwardParams& params, const Shapes& shapes, const Workspace& workspace,
          cudaStream_t stream) {
-  run_backward(params, shapes, workspace, nullptr, stream);
+  run_backward(params, shapes, workspace, {}, stream);
 }
 
 } // namespace

@@ -3,6 +3,7 @@
 
 #include "cuda/common/view.h"
 #include "cuda/index/index.h"
+#include "cuda/sm90/backward/turns.cuh"
 
 #include <cstdint>
 
@@ -15,7 +16,8 @@ struct Config {
   static constexpr int kDim = 128;
   static constexpr int kKeys = 128;
   static constexpr int kRows = 64;
-  static constexpr int kStages = 2; // tiles of Q and dO in flight
+  static constexpr int kMostTokens = kRows / 4; // of a tile: the fewest heads are 4
+  static constexpr int kStages = 2;             // tiles of Q and dO in flight
   static constexpr int kBlocks =
       2; // blocks of K and V: the next item's arrive under this one's work
   static constexpr int kConsumers = 2; // warpgroups; each owns 64 of the 128 keys
@@ -58,8 +60,16 @@ struct Shared {
   uint64_t rows_full[Config::kStages], rows_empty[Config::kStages];
   int32_t ticket[Config::kBlocks];
   int32_t masked[Config::kStages]; // the tile has a key that some row must not see
+  // Deterministic only.
+  Turn turns[Config::kBlocks];
+  // By token of the tile, of its first head (see Params::dq); -1: filling.
+  int32_t pieces[Config::kStages][Config::kMostTokens];
 };
 static_assert(sizeof(Shared) <= 232448, "shared memory of sm_90: 227 KB a CTA");
+
+// Heads of a piece of partial dQ: an accumulator's 8 rows, or all that a token has.
+template <int kHeads>
+inline constexpr int kPieceRows = kHeads < 8 ? kHeads : 8;
 
 // Named barriers (0 is __syncthreads).
 enum NamedBarrier { kScoresWritten = 1, kTailCleared, kTicket };
@@ -76,12 +86,17 @@ struct Params {
   const float* minus_lse; // [tokens of the pass, Hq]
   const float* minus_delta;
   const int8_t* exponent;
-  __half* dq; // [tokens of the pass, Hq, 128], scaled, columns permuted (see epilogue.cuh)
-  float* dk;  // [Tk, Hkv, 128] accumulators, columns permuted; without softmax_scale
+  // Scaled, columns permuted (see epilogue.cuh): sums [tokens of the pass, Hq, 128]. Deterministic:
+  // partial results, in pieces of the kPieceRows heads that a warp stores together,
+  //   piece = (token of the pass * Hq + head) / kPieceRows * K + slot
+  // and within a piece [128 / 32][kPieceRows][32].
+  __half* dq;
+  float* dk; // [Tk, Hkv, 128] accumulators, columns permuted; without softmax_scale
   float* dv;
   __half* teacher; // [parts][pairs of the pass][128] mean over heads of P; null: not wanted
   int64_t teacher_part_stride;
   float score_scale; // softmax_scale * log2(e)
+  int32_t* turns;    // deterministic only: counters of (kv head, block row, warp)
 };
 
 } // namespace thresher::cuda::sm90::backward

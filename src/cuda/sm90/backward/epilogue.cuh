@@ -81,22 +81,32 @@ struct HeadMean {
   }
 };
 
-// Adds a tile's dQ, 64 columns a warpgroup, 16 rows a warp.
-template <int kHeads>
-__device__ __forceinline__ void add_dq(const Params& p, const ItemSlot& item, const RowConstants& c,
-                                       bool masked, const float (&dq)[32], int group, int warp,
-                                       int lane) {
+// A tile's dQ, 64 columns a warpgroup, 16 rows a warp: added to the sums, or stored as the rows'
+// partial result of this block (`pieces`: of the tile's tokens).
+template <int kHeads, bool kDeterministic>
+__device__ __forceinline__ void put_dq(const Params& p, const ItemSlot& item, const RowConstants& c,
+                                       const int32_t (&pieces)[Config::kMostTokens], bool masked,
+                                       const float (&dq)[32], int group, int warp, int lane) {
+  constexpr int kRows = kPieceRows<kHeads>, kChunk = 32; // columns that the quad of a row holds
+  if constexpr (kDeterministic) // addresses are made anew for every tile: registers are short
+    asm volatile("" : "+r"(lane));
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = warp * 16 + (lane >> 2) + 8 * h;
-    if (masked && c.last_key[row] < 0)
+    const int piece = kDeterministic ? pieces[row / kHeads] : 0;
+    if (kDeterministic ? piece < 0 : masked && c.last_key[row] < 0)
       continue; // filling of the last tile
     const float scale = __int_as_float((127 + c.exponent[row]) << 23);
-    __half* to =
-        p.dq +
-        (static_cast<int64_t>(c.token[row / kHeads]) * p.q_heads + item.first_head + row % kHeads) *
-            Config::kDim +
-        group * 64 + (lane & 3) * 8;
+    __half* to = p.dq + (lane & 3) * 8;
+    if constexpr (kDeterministic)
+      to += static_cast<int64_t>(piece + row % kHeads / kRows * p.index.top_k) *
+                (kRows * Config::kDim) +
+            group * 2 * (kRows * kChunk) + row % kRows * kChunk;
+    else
+      to += (static_cast<int64_t>(c.token[row / kHeads]) * p.q_heads + item.first_head +
+             row % kHeads) *
+                Config::kDim +
+            group * 64;
 #pragma unroll
     for (int a = 0; a < 2; ++a) {
       uint32_t packed[4];
@@ -105,7 +115,10 @@ __device__ __forceinline__ void add_dq(const Params& p, const ItemSlot& item, co
         const int j = 4 * a + i;
         packed[i] = ptx::pack<fp16>(dq[4 * j + 2 * h] * scale, dq[4 * j + 2 * h + 1] * scale);
       }
-      reduce_add(to + a * 32, packed);
+      if constexpr (kDeterministic)
+        store_streaming(to + a * (kRows * kChunk), packed);
+      else
+        reduce_add(to + a * kChunk, packed);
     }
   }
 }

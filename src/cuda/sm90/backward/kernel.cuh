@@ -7,7 +7,7 @@
 
 namespace thresher::cuda::sm90::backward {
 
-template <class T, int kHeads, bool kTeacher>
+template <class T, int kHeads, bool kTeacher, bool kDeterministic>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap dout,
                     const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,
@@ -34,10 +34,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (__shfl_sync(~0u, threadIdx.x >> 7, 0) == Config::kConsumers) {
     give_registers<Config::kProducerRegisters>();
     if (__shfl_sync(~0u, threadIdx.x >> 5, 0) < 4 * Config::kConsumers + kProducerWarps<kHeads>)
-      produce<kHeads>(s, params, {&q, &dout, &k, &v});
+      produce<kHeads, kDeterministic>(s, params, {&q, &dout, &k, &v});
   } else {
     take_registers<Config::kConsumerRegisters>();
-    consume<T, kHeads, kTeacher>(s, params);
+    consume<T, kHeads, kTeacher, kDeterministic>(s, params);
   }
 }
 

@@ -19,7 +19,7 @@ __device__ __forceinline__ void clear_tail(Shared& s, int slot, int key_count) {
   ptx::barrier_sync(kTailCleared, 128 * Config::kConsumers);
 }
 
-template <class T, int kHeads, bool kTeacher>
+template <class T, int kHeads, bool kTeacher, bool kDeterministic>
 __device__ __forceinline__ void consume(Shared& s, const Params& p) {
   const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
   const int warp = __shfl_sync(~0u, (threadIdx.x >> 5) & 3, 0), lane = threadIdx.x & 31;
@@ -150,17 +150,22 @@ __device__ __forceinline__ void consume(Shared& s, const Params& p) {
       }
       wgmma_wait<1>();
       keep(dq);
-      add_dq<kHeads>(p, item, c, masked, dq, group, warp, lane);
+      put_dq<kHeads, kDeterministic>(p, item, c, s.pieces[stage], masked, dq, group, warp, lane);
     }
     wgmma_wait<0>();
     keep(dk);
     keep(dv);
     const ItemSlot done = item;
+    const Turn turn = s.turns[slot];
     if (lane == 0) {
       barrier_arrive(s.rows_empty[(tile - 1) % Config::kStages]);
       barrier_arrive(s.block_empty[slot]);
     }
+    if constexpr (kDeterministic)
+      wait_for_turn(turn, group * 4 + warp, lane);
     add_block(p, done, dk, dv, key, lane);
+    if constexpr (kDeterministic)
+      pass_turn(turn, group * 4 + warp, lane);
   }
 }
 

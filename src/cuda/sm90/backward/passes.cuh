@@ -56,10 +56,10 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// Row constants of a pass and a cleared dQ.
+// Row constants of a pass and, where tiles add to it, a cleared dQ.
 //   |sum over any keys of dS_j k_j| <= 2 |dout|_2 max |v|_2 max |k|_inf, since sum P <= 1 and out
 //   is a mean of v: the exponent keeps that bound, and so every partial sum, inside fp16.
-template <class T>
+template <class T, bool kClears>
 __global__ void __launch_bounds__(256)
     row_constants_kernel(TensorView<const T> out, TensorView<const T> dout,
                          TensorView<const float> lse, const int32_t* position, int32_t first_token,
@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(256)
   for (int64_t row = blockIdx.x * 8ll + (threadIdx.x >> 5); row < rows; row += gridDim.x * 8ll) {
     const int local = static_cast<int>(row / q_heads), head = static_cast<int>(row % q_heads);
     const int token = first_token + local;
-    reinterpret_cast<uint2*>(dq + row * Config::kDim)[lane] = make_uint2(0, 0);
+    if constexpr (kClears)
+      reinterpret_cast<uint2*>(dq + row * Config::kDim)[lane] = make_uint2(0, 0);
     if (__ldg(position + token) < 0)
       continue; // padding, or a row without a key: no list holds it
     float x[4], y[4], product = 0.f, squares = 0.f;
@@ -123,6 +124,14 @@ __global__ void __launch_bounds__(256)
   }
 }
 
+// Four permuted columns of a row (see epilogue.cuh), number `chunk`, to their natural places.
+template <class T>
+__device__ __forceinline__ void store_four(T* row, int chunk, float4 x, float scale) {
+  T* out = row + (chunk >> 2) * 16 + (chunk & 3) * 2;
+  *reinterpret_cast<uint32_t*>(out) = ptx::pack<T>(x.x * scale, x.y * scale);
+  *reinterpret_cast<uint32_t*>(out + 8) = ptx::pack<T>(x.z * scale, x.w * scale);
+}
+
 // Rows of dK, dV or a proxy gradient: fp32, permuted -> T, natural. Every row is written.
 template <class T>
 __global__ void __launch_bounds__(256)
@@ -134,10 +143,8 @@ __global__ void __launch_bounds__(256)
     const int64_t row = i / chunks_of_row;
     const int chunk = static_cast<int>(i - row * chunks_of_row);
     const float4 x = __ldcs(reinterpret_cast<const float4*>(from) + i);
-    T* out = to.at(first_row + static_cast<int>(row / heads), static_cast<int>(row % heads)) +
-             (chunk >> 2) * 16 + (chunk & 3) * 2;
-    *reinterpret_cast<uint32_t*>(out) = ptx::pack<T>(x.x * scale, x.y * scale);
-    *reinterpret_cast<uint32_t*>(out + 8) = ptx::pack<T>(x.z * scale, x.w * scale);
+    store_four(to.at(first_row + static_cast<int>(row / heads), static_cast<int>(row % heads)),
+               chunk, x, scale);
   }
 }
 

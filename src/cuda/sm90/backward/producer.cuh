@@ -13,11 +13,11 @@ namespace thresher::cuda::sm90::backward {
 struct Maps {
   const CUtensorMap *q, *dout, *k, *v;
 };
-// What the consumers need to know of the tile's rows. `token`, `last_key`: of the tile's token
-// number lane (lanes from kTokens on: anything).
-template <int kHeads>
+// What the consumers need to know of the tile's rows. `token`, `piece_slot`, `last_key`: of the
+// tile's token number lane (lanes from kTokens on: anything).
+template <int kHeads, bool kDeterministic>
 __device__ __forceinline__ void describe_tile(Shared& s, const Params& p, int stage, int token,
-                                              int last_key, int first_head) {
+                                              int piece_slot, int last_key, int first_head) {
   constexpr int kTokens = Config::kRows / kHeads;
   const int lane = threadIdx.x & 31;
   RowConstants& c = s.constants[stage];
@@ -27,8 +27,17 @@ __device__ __forceinline__ void describe_tile(Shared& s, const Params& p, int st
   *reinterpret_cast<uint32_t*>(c.last_key + 2 * lane) =
       static_cast<uint32_t>(static_cast<uint16_t>(pair_key)) * 0x10001u;
   const bool masked = __any_sync(~0u, pair_key < Config::kKeys - 1);
-  if (lane < kTokens)
-    c.token[lane] = static_cast<uint16_t>(max(token, p.first_token) - p.first_token);
+  if (lane < kTokens) {
+    const int local = max(token, p.first_token) - p.first_token;
+    if constexpr (kDeterministic) {
+      constexpr int kPiece = kPieceRows<kHeads>;
+      const int piece =
+          (local * (p.q_heads / kPiece) + first_head / kPiece) * p.index.top_k + piece_slot;
+      s.pieces[stage][lane] = token < 0 ? -1 : piece;
+    } else {
+      c.token[lane] = static_cast<uint16_t>(local);
+    }
+  }
   if (lane == 0)
     s.masked[stage] = masked;
 
@@ -80,7 +89,7 @@ __device__ __forceinline__ void send_block(Shared& s, const Params& p, const Map
   copy_box(v + kHalfBytes, maps.v, Config::kHalf, kv_head, at.x, at.y, full);
 }
 
-template <int kHeads>
+template <int kHeads, bool kDeterministic>
 __device__ __forceinline__ void produce(Shared& s, const Params& p, const Maps& maps) {
   constexpr int kWarps = kProducerWarps<kHeads>;
   const bool leads = kWarps == 1 || (threadIdx.x >> 5 & 3) == 0;
@@ -110,7 +119,8 @@ __device__ __forceinline__ void produce(Shared& s, const Params& p, const Maps& 
       }
       return;
     }
-    const WorkItem item = p.index.items[first + next / p.parts];
+    const int item_number = first + next / p.parts;
+    const WorkItem item = p.index.items[item_number];
     const int part = next % p.parts;
     const int first_head = (item.proxy_head * p.parts + part) * kHeads;
     if (leads && lane == 0) {
@@ -126,6 +136,9 @@ __device__ __forceinline__ void produce(Shared& s, const Params& p, const Maps& 
                        part,
                        static_cast<uint32_t>(segment * p.index.window_tokens * p.index.top_k +
                                              item.entry_begin)};
+      if constexpr (kDeterministic)
+        s.turns[slot] = make_turn(p.turns, p.index.rows, kv_head, item.row,
+                                  __ldg(&p.index.order[item_number].x));
       send_block(s, p, maps, slot, item.key_begin, kv_head);
     }
     ticket = take();
@@ -137,8 +150,10 @@ __device__ __forceinline__ void produce(Shared& s, const Params& p, const Maps& 
         barrier_wait(s.rows_empty[stage], tile / Config::kStages & 1 ^ 1);
         if (leads) {
           const int from = (begin + lane) & 31;
-          describe_tile<kHeads>(s, p, stage, list.token(__shfl_sync(~0u, list.entry, from)),
-                                __shfl_sync(~0u, list.last_key(), from), first_head);
+          const Entry entry = __shfl_sync(~0u, list.entry, from);
+          describe_tile<kHeads, kDeterministic>(
+              s, p, stage, list.token(entry), BlockIndex::entry_slot(entry),
+              __shfl_sync(~0u, list.last_key(), from), first_head);
           __syncwarp();
           if (lane == 0)
             barrier_expect(s.rows_full[stage], 2 * Config::kRowTileBytes);

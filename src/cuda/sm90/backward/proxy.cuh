@@ -21,18 +21,21 @@ struct ProxyParams {
   TensorView<const T> q_proxy, k_proxy;
   TensorView<const float> proxy_lse, dkl; // dkl.data null: values only
   // Zero at launch, columns permuted as dK's (see epilogue.cuh); null: not wanted.
-  float* dq_proxy;   // [tokens of the pass, Hp, Dp]
+  float* dq_proxy;   // [tokens of the pass, Hp, Dp]; deterministic: partial, [.., Hp, K, Dp]
   float* dk_proxy;   // [Tk, Hpk, Dp]
   float* kl_partial; // [tokens of the pass, Hp, K]; null: not wanted
   float scale;       // proxy_scale
+  // Deterministic only.
+  int32_t* next_item; // work counter, zero at launch
+  int32_t* turns;     // counters of (proxy key head, block row, warp)
 };
 
-template <class T, int kDim>
-using ProxyBackwardStream = ProxyStream<T, kDim, 8>;
+template <class T, int kDim, bool kDeterministic>
+using ProxyBackwardStream = ProxyStream<T, kDim, 8, kDeterministic>;
 
-template <class T, int kDim>
+template <class T, int kDim, bool kDeterministic>
 class ProxyBackward {
-  using Stream = ProxyBackwardStream<T, kDim>;
+  using Stream = ProxyBackwardStream<T, kDim, kDeterministic>;
 
  public:
   __device__ __forceinline__ explicit ProxyBackward(const ProxyParams<T>& p)
@@ -46,7 +49,8 @@ class ProxyBackward {
                                    p_.k_proxy,
                                    p_.proxy_heads / p_.proxy_kv_heads,
                                    p_.teacher,
-                                   p_.first_segment};
+                                   p_.first_segment,
+                                   p_.next_item};
     auto facts = [&](int token, int head) {
       return make_float2(-*p_.proxy_lse.at(token, head) * kLog2e,
                          p_.dkl.data ? *p_.dkl.at(token, head) : 0.f);
@@ -68,11 +72,11 @@ class ProxyBackward {
         differentiate(feed, source, scores, ds);
       }
       if (p_.dkl.data && p_.dq_proxy)
-        add_dq(feed, ds);
+        put_dq(feed, ds);
       if (p_.dkl.data && p_.dk_proxy) {
         multiply_dk(feed, ds, dk);
         if (feed.info().entry + Stream::kTokens >= item.entry_count)
-          add_dk(item, dk);
+          add_dk(item, feed.turn(), dk);
       }
     }
   }
@@ -149,9 +153,14 @@ class ProxyBackward {
     return static_cast<int64_t>(token - p_.first_token) * p_.proxy_heads + head;
   }
 
-  // dq_proxy += dS K, 16 columns at a time.
+  __device__ __forceinline__ int64_t dq_row(const ProxyRow& row, int head) const {
+    const int64_t sum = pass_row(row.token, head);
+    return kDeterministic ? sum * p_.index.top_k + row.slot : sum;
+  }
+
+  // dS K, 16 columns at a time: added to dq_proxy, or stored as the tokens' partial result.
   template <class Feed>
-  __device__ __forceinline__ void add_dq(Feed& feed, const uint32_t (&ds)[8][4]) {
+  __device__ __forceinline__ void put_dq(Feed& feed, const uint32_t (&ds)[8][4]) {
     const auto column_lane = TileLane<kDim>::b(lane_);
     const int head = feed.info().item.proxy_head;
     const uint32_t keys = feed.keys();
@@ -159,7 +168,8 @@ class ProxyBackward {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int token = feed.row(row(h)).token;
-      to[h] = token < 0 ? nullptr : p_.dq_proxy + pass_row(token, head) * kDim + (lane_ & 3) * 4;
+      to[h] = token < 0 ? nullptr
+                        : p_.dq_proxy + dq_row(feed.row(row(h)), head) * kDim + (lane_ & 3) * 4;
     }
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
@@ -173,9 +183,14 @@ class ProxyBackward {
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        if (to[h])
-          ptx::reduce_add(to[h] + n * 16, make_float4(left[2 * h], left[2 * h + 1], right[2 * h],
-                                                      right[2 * h + 1]));
+        if (to[h]) {
+          const float4 four =
+              make_float4(left[2 * h], left[2 * h + 1], right[2 * h], right[2 * h + 1]);
+          if constexpr (kDeterministic)
+            __stcs(reinterpret_cast<float4*>(to[h] + n * 16), four);
+          else
+            ptx::reduce_add(to[h] + n * 16, four);
+        }
     }
   }
 
@@ -213,8 +228,15 @@ class ProxyBackward {
     }
   }
 
-  __device__ __forceinline__ void add_dk(const WorkItem& item, const float (&dk)[kDim / 8][4]) {
+  // `turn_number`: deterministic only.
+  __device__ __forceinline__ void add_dk(const WorkItem& item, int32_t turn_number,
+                                         const float (&dk)[kDim / 8][4]) {
     const int key_head = item.proxy_head / (p_.proxy_heads / p_.proxy_kv_heads);
+    Turn turn;
+    if constexpr (kDeterministic) {
+      turn = make_turn(p_.turns, p_.index.rows, key_head, item.row, turn_number);
+      wait_for_turn(turn, warp_, lane_);
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (row(h) >= item.key_count)
@@ -228,19 +250,21 @@ class ProxyBackward {
         ptx::reduce_add(to + n * 16, make_float4(dk[2 * n][2 * h], dk[2 * n][2 * h + 1],
                                                  dk[2 * n + 1][2 * h], dk[2 * n + 1][2 * h + 1]));
     }
+    if constexpr (kDeterministic)
+      pass_turn(turn, warp_, lane_);
   }
 
   const ProxyParams<T>& p_;
   const int warp_, lane_;
 };
 
-template <class T, int kDim>
+template <class T, int kDim, bool kDeterministic>
 __global__ void __launch_bounds__(256, 1)
     proxy_backward_kernel(const __grid_constant__ ProxyParams<T> p) {
   extern __shared__ __align__(128) uint8_t proxy_memory[];
   ptx::wait_for_predecessor();
-  ProxyBackward<T, kDim>(p).run(
-      *reinterpret_cast<typename ProxyBackwardStream<T, kDim>::Shared*>(proxy_memory));
+  using Shared = typename ProxyBackwardStream<T, kDim, kDeterministic>::Shared;
+  ProxyBackward<T, kDim, kDeterministic>(p).run(*reinterpret_cast<Shared*>(proxy_memory));
 }
 
 } // namespace thresher::cuda::sm90::backward

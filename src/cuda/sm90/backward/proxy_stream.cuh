@@ -34,12 +34,13 @@ struct ProxyTileInfo {
 template <class T>
 struct ProxySource {
   BlockIndex index;
-  int32_t first_item, last_item; // dealt round robin to the CTAs
+  int32_t first_item, last_item; // dealt round robin to the CTAs, or taken from next_item
   TensorView<const T> q_proxy, k_proxy;
   int32_t heads_per_key; // Hp / Hpk
   // [pairs of the pass][128] fp16, pairs counted from segment first_segment.
   const __half* teacher;
   int32_t first_segment;
+  int32_t* next_item; // kInOrder only: work counter, zero at launch
 
   __device__ __forceinline__ int64_t first_pair(const WorkItem& item) const {
     const int64_t segment =
@@ -48,7 +49,8 @@ struct ProxySource {
   }
 };
 
-template <class T, int kDim, int kWarps>
+// kInOrder: a CTA's items are the next in list order when it asks, and their turns come along.
+template <class T, int kDim, int kWarps, bool kInOrder>
 struct ProxyStream {
   static constexpr int kKeys = 128, kTokens = 16 * kWarps, kThreads = 32 * kWarps;
   static constexpr int kRowBytes = Tile<kDim>::kRowBytes;
@@ -59,6 +61,7 @@ struct ProxyStream {
     alignas(128) uint8_t teacher[2][kTokens * kKeys * 2];
     ProxyRow row[3][kTokens];
     ProxyTileInfo tile[8];
+    int32_t turn[8]; // kInOrder only: of the tile's item, BlockIndex::order.y
   };
 
   // Facts: (token, proxy head) -> float2 {minus_lse, gradient}.
@@ -68,8 +71,13 @@ struct ProxyStream {
     __device__ __forceinline__ Feed(Shared& shared, const ProxySource<T>& source, Facts facts)
         : s_(shared), from_(source), facts_(facts), number_(source.first_item + blockIdx.x) {
       if (threadIdx.x == 0) {
-        item_ = read_item(number_);
-        upcoming_ = read_item(number_ + gridDim.x);
+        if constexpr (kInOrder) {
+          take_upcoming();
+          advance();
+        } else {
+          item_ = read_item(number_);
+          upcoming_ = read_item(number_ + gridDim.x);
+        }
         for (int t = 0; t < 3; ++t)
           write_info(t);
       }
@@ -105,6 +113,7 @@ struct ProxyStream {
     }
 
     __device__ __forceinline__ const ProxyTileInfo& info() const { return s_.tile[tile_ & 7]; }
+    __device__ __forceinline__ int32_t turn() const { return s_.turn[tile_ & 7]; }
     __device__ __forceinline__ const ProxyRow& row(int i) const { return s_.row[ring_][i]; }
     __device__ __forceinline__ uint32_t rows() const {
       return ptx::shared_address(s_.rows[tile_ & 1]);
@@ -127,13 +136,32 @@ struct ProxyStream {
       info.buffer = buffer_;
       info.new_key = first_entry_ == 0;
       first_entry_ += kTokens;
+      if constexpr (kInOrder)
+        s_.turn[t & 7] = turn_;
       if (first_entry_ >= item_.entry_count) {
-        number_ += gridDim.x;
-        item_ = upcoming_;
-        upcoming_ = read_item(number_ + gridDim.x);
+        if constexpr (kInOrder) {
+          advance();
+        } else {
+          number_ += gridDim.x;
+          item_ = upcoming_;
+          upcoming_ = read_item(number_ + gridDim.x);
+        }
         first_entry_ = 0;
         buffer_ ^= 1;
       }
+    }
+    __device__ __forceinline__ void take_upcoming() {
+      upcoming_number_ = from_.first_item + atomicAdd(from_.next_item, 1);
+      upcoming_ = read_item(upcoming_number_);
+      upcoming_turn_ =
+          upcoming_number_ < from_.last_item ? __ldg(&from_.index.order[upcoming_number_].y) : 0;
+    }
+    __device__ __forceinline__ void advance() {
+      number_ = upcoming_number_;
+      item_ = upcoming_;
+      turn_ = upcoming_turn_;
+      if (number_ < from_.last_item)
+        take_upcoming();
     }
     __device__ __forceinline__ Entry read_entry(const ProxyTileInfo& info) const {
       const int e = info.entry + static_cast<int>(threadIdx.x);
@@ -194,6 +222,7 @@ struct ProxyStream {
     // Thread 0.
     int number_, first_entry_ = 0, buffer_ = 0;
     WorkItem item_ = {}, upcoming_ = {};
+    int upcoming_number_ = 0, turn_ = 0, upcoming_turn_ = 0; // kInOrder only
   };
 
   // scores[n]: this warp's 16 tokens x keys 8 n .. 8 n + 7, as mma leaves them.

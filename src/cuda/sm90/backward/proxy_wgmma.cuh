@@ -17,7 +17,7 @@ static_assert(kTeacherScale == 4096.f);
 
 // A consumer warpgroup: 64 keys of the item's block against all tiles of its list. A lane holds two
 // places of keys (`place_` and + 8) x 16 tokens of a tile (8 j + column_ and + 1).
-template <class T, class C>
+template <class T, class C, bool kDeterministic>
 class ProxyConsumer {
  public:
   __device__ __forceinline__ ProxyConsumer(ProxyShared<C>& shared, const ProxyParams<T>& params)
@@ -28,15 +28,23 @@ class ProxyConsumer {
   __device__ __forceinline__ void run() {
     const int last = p_.last_item();
     uint32_t tile = 0, number = 0;
-    for (int i = p_.first_item() + blockIdx.x; i < last; i += gridDim.x, ++number) {
-      const WorkItem item = p_.index.items[i];
+    for (int i = p_.first_item() + blockIdx.x; kDeterministic || i < last;
+         i += gridDim.x, ++number) {
       const int slot = number % C::kBlocks;
+      if constexpr (kDeterministic) {
+        barrier_wait(s_.keys_full[slot], number / C::kBlocks & 1);
+        i = s_.item[slot];
+        if (i >= last)
+          return;
+      }
+      const WorkItem item = p_.index.items[i];
       const int tiles = (item.entry_count + C::kTokens - 1) / C::kTokens;
       float dk[C::kDim / 2];
 #pragma unroll
       for (float& x : dk)
         x = 0.f;
-      barrier_wait(s_.keys_full[slot], number / C::kBlocks & 1);
+      if constexpr (!kDeterministic)
+        barrier_wait(s_.keys_full[slot], number / C::kBlocks & 1);
 #pragma unroll 1
       for (int t = 0; t < tiles; ++t, ++tile)
         step(t > 0, tile, shared_u32(s_.keys[slot]), dk);
@@ -48,7 +56,7 @@ class ProxyConsumer {
         barrier_arrive(s_.keys_empty[slot]);
       }
       if (p_.dk_proxy)
-        add_dk(item, dk);
+        add_dk(i, item, dk);
     }
   }
 
@@ -104,7 +112,7 @@ class ProxyConsumer {
     wgmma_wait<1>();
     keep(dq);
     if (p_.dq_proxy)
-      add_dq(s_.tokens[stage], dq);
+      put_dq(s_.tokens[stage], dq);
     __syncwarp(); // every lane is done with the stage's tokens before it is given back
   }
 
@@ -194,25 +202,38 @@ class ProxyConsumer {
         sum * (1.f / kTeacherScale);
   }
 
-  // A tile's dQ: 16 tokens a warp.
-  __device__ __forceinline__ void add_dq(const ProxyTokens<C>& tokens,
+  // A tile's dQ, 16 tokens a warp: added to the sums, or stored as the tokens' partial result.
+  __device__ __forceinline__ void put_dq(const ProxyTokens<C>& tokens,
                                          const float (&dq)[C::kDim / 4]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int token = warp_ * 16 + (lane_ >> 2) + 8 * h;
       if (tokens.last_key[token] < 0)
         continue;
-      float* to = p_.dq_proxy + static_cast<int64_t>(tokens.row[token]) * C::kDim +
-                  group_ * (C::kDim / 2) + column_ * 2;
+      int64_t place = tokens.row[token];
+      if constexpr (kDeterministic)
+        place = place * p_.index.top_k + tokens.slot[token];
+      float* to = p_.dq_proxy + place * C::kDim + group_ * (C::kDim / 2) + column_ * 2;
 #pragma unroll
       for (int m = 0; m < C::kDim / 32; ++m) {
         const int low = 8 * m + 2 * h, high = low + 4;
-        ptx::reduce_add(to + m * 16, make_float4(dq[low], dq[low + 1], dq[high], dq[high + 1]));
+        const float4 four = make_float4(dq[low], dq[low + 1], dq[high], dq[high + 1]);
+        if constexpr (kDeterministic)
+          __stcs(reinterpret_cast<float4*>(to + m * 16), four);
+        else
+          ptx::reduce_add(to + m * 16, four);
       }
     }
   }
 
-  __device__ __forceinline__ void add_dk(const WorkItem& item, const float (&dk)[C::kDim / 2]) {
+  __device__ __forceinline__ void add_dk(int number, const WorkItem& item,
+                                         const float (&dk)[C::kDim / 2]) {
+    Turn turn;
+    if constexpr (kDeterministic) {
+      turn = make_turn(p_.turns, p_.index.rows, p_.key_head(item), item.row,
+                       __ldg(&p_.index.order[number].y));
+      wait_for_turn(turn, group_ * 4 + warp_, lane_);
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = proxy_key(place_ + 8 * h);
@@ -229,6 +250,8 @@ class ProxyConsumer {
         ptx::reduce_add(to + m * 16, make_float4(dk[low], dk[low + 1], dk[high], dk[high + 1]));
       }
     }
+    if constexpr (kDeterministic)
+      pass_turn(turn, group_ * 4 + warp_, lane_);
   }
 
   ProxyShared<C>& s_;
@@ -259,7 +282,7 @@ inline __global__ void __launch_bounds__(256)
 }
 
 // teacher: [pairs of the pass, 1, 128] of one part.
-template <class T, class C>
+template <class T, class C, bool kDeterministic>
 __global__ void __launch_bounds__(C::kThreads, 1)
     proxy_backward_kernel(const __grid_constant__ CUtensorMap teacher,
                           const __grid_constant__ ProxyParams<T> p) {
@@ -267,7 +290,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   auto& s = *reinterpret_cast<ProxyShared<C>*>(proxy_memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kBlocks; ++i) {
-      barrier_init(s.keys_full[i], C::kProducers);
+      // Every producer's copies; with tickets also one arrival for the item's number.
+      barrier_init(s.keys_full[i], C::kProducers + (kDeterministic ? 1 : 0));
       barrier_init(s.keys_empty[i], 4 * C::kConsumers);
     }
     for (int i = 0; i < C::kStages; ++i) {
@@ -282,10 +306,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   ptx::wait_for_predecessor();
   if (__shfl_sync(~0u, threadIdx.x >> 7, 0) == C::kConsumers) {
     give_registers<C::kProducerRegisters>();
-    ProxyProducer<T, C>(s, p, &teacher).run();
+    ProxyProducer<T, C, kDeterministic>(s, p, &teacher).run();
   } else {
     take_registers<C::kConsumerRegisters>();
-    ProxyConsumer<T, C>(s, p).run();
+    ProxyConsumer<T, C, kDeterministic>(s, p).run();
   }
 }
 

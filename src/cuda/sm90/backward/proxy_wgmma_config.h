@@ -3,6 +3,7 @@
 
 #include "cuda/common/view.h"
 #include "cuda/index/index.h"
+#include "cuda/sm90/backward/turns.cuh"
 
 #include <cstdint>
 
@@ -50,10 +51,13 @@ struct ProxyShared {
   float kl[2][4 * C::kConsumers][C::kTokens]; // a warp's 16 keys, by tile parity
   alignas(8) uint64_t keys_full[C::kBlocks], keys_empty[C::kBlocks];
   uint64_t rows_full[C::kStages], rows_empty[C::kStages];
+  // Deterministic only.
+  int32_t ticket[C::kBlocks]; // of the next item, for the producers
+  int32_t item[C::kBlocks];   // for the consumers
 };
 static_assert(sizeof(ProxyShared<ProxyConfig<128>>) <= 232448);
 
-enum ProxyNamedBarrier { kProxyScoresWritten = 1 };
+enum ProxyNamedBarrier { kProxyScoresWritten = 1, kProxyTicket };
 
 template <class T>
 struct ProxyParams {
@@ -63,10 +67,13 @@ struct ProxyParams {
   TensorView<const T> q_proxy, k_proxy;
   TensorView<const float> proxy_lse, dkl; // dkl.data null: values only
   // Zero at launch, columns permuted as dK's (see epilogue.cuh); null: not wanted.
-  float* dq_proxy;   // [tokens of the pass, Hp, Dp]
+  float* dq_proxy;   // [tokens of the pass, Hp, Dp]; deterministic: partial, [.., Hp, K, Dp]
   float* dk_proxy;   // [Tk, Hpk, Dp]
   float* kl_partial; // [tokens of the pass, Hp, K]; null: not wanted
   float scale;       // proxy_scale
+  // Deterministic only.
+  int32_t* next_item; // work counter, zero at launch
+  int32_t* turns;     // counters of (proxy key head, block row, warp)
 
 #if defined(__CUDACC__)
   __device__ __forceinline__ int first_item() const {

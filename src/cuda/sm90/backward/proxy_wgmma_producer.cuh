@@ -10,7 +10,8 @@
 
 namespace thresher::cuda::sm90::backward {
 
-template <class T, class C>
+// Items are dealt round robin to the CTAs; deterministic: taken in list order from a counter.
+template <class T, class C, bool kDeterministic>
 class ProxyProducer {
   static constexpr int kWarps = C::kProducers / 32;
   static constexpr int kShare = C::kTokens / kWarps; // tokens of a tile that a warp brings: 16
@@ -27,7 +28,16 @@ class ProxyProducer {
   __device__ __forceinline__ void run() {
     const int last = p_.last_item();
     uint32_t tile = 0, number = 0;
-    for (int i = p_.first_item() + blockIdx.x; i < last; i += gridDim.x, ++number) {
+    int ticket = take(); // an item ahead
+    for (int i = p_.first_item() + blockIdx.x; kDeterministic || i < last;
+         i += gridDim.x, ++number) {
+      if constexpr (kDeterministic) {
+        i = p_.first_item() + share(ticket, number);
+        announce(i, i >= last, number);
+        if (i >= last)
+          return;
+        ticket = take();
+      }
       const WorkItem item = p_.index.items[i];
       send_keys(item, number);
       // An entry is read two tiles ahead, its token's position one.
@@ -46,6 +56,30 @@ class ProxyProducer {
   }
 
  private:
+  __device__ __forceinline__ int take() const {
+    return kDeterministic && thread_ == 0 ? atomicAdd(p_.next_item, 1) : 0;
+  }
+  // Thread 0 tells the others what it took.
+  __device__ __forceinline__ int share(int ticket, uint32_t number) {
+    const int slot = number % C::kBlocks;
+    if (thread_ == 0)
+      s_.ticket[slot] = ticket;
+    ptx::barrier_sync(kProxyTicket, C::kProducers);
+    return s_.ticket[slot];
+  }
+  // Tells the consumers, with the arrival that only keys_full of tickets expects. Where there is no
+  // item left, no keys follow.
+  __device__ __forceinline__ void announce(int item, bool none, uint32_t number) {
+    const int slot = number % C::kBlocks;
+    barrier_wait(s_.keys_empty[slot], number / C::kBlocks & 1 ^ 1);
+    if (thread_ == 0) {
+      s_.item[slot] = item;
+      barrier_arrive(s_.keys_full[slot]);
+    }
+    if (none)
+      barrier_arrive(s_.keys_full[slot]);
+  }
+
   __device__ __forceinline__ Entry read_entry(const WorkItem& item, const Entry* entries,
                                               int begin) const {
     const int e = begin + warp_ * kShare + lane_ % kShare;

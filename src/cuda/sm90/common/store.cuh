@@ -21,4 +21,12 @@ __device__ __forceinline__ void reduce_add(__half* address, const uint32_t (&pai
                : "memory");
 }
 
+// 16 bytes, 16-byte aligned, past the caches' first choice. Not __stcs: the compiler may move that,
+// and where it is used registers are short.
+__device__ __forceinline__ void store_streaming(__half* address, const uint32_t (&pairs)[4]) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(pairs[0]),
+               "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
+
 } // namespace thresher::cuda::sm90

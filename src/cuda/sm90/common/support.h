@@ -45,6 +45,8 @@ inline bool has_proxy_kernel(const Shapes& s) {
   return s.proxy_dim == 64 || s.proxy_dim == 128;
 }
 inline constexpr const char* kProxyDims = "needs a proxy head dimension of 64 or 128";
+inline constexpr const char* kUnproven =
+    "has not run on a GPU yet; build with -DTHRESHER_UNPROVEN=ON to try it";
 inline constexpr const char* kStrides = "needs positive 16-byte strides";
 
 // Work items of the KV-major kernels. 64 tiles of rows: a block's keys, and what is flushed at the

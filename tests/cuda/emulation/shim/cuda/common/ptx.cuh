@@ -12,6 +12,13 @@ inline void wait_for_predecessor() {}
 inline void barrier_sync(int id, int threads) {
   machine().named_sync(id, threads);
 }
+inline int32_t load_acquire(const int32_t* address) {
+  machine().give_way();
+  return *address;
+}
+inline void store_release(int32_t* address, int32_t value) {
+  *address = value;
+}
 inline void copy_async_16(uint32_t to, const void* from, bool valid) {
   machine().copy_async(to, from, 16, valid);
 }

@@ -21,5 +21,8 @@ inline void reduce_add(__half* address, const uint32_t (&pairs)[4]) {
     address[2 * i + 1] = __float2half_rn(static_cast<float>(address[2 * i + 1]) + x.y);
   }
 }
+inline void store_streaming(__half* address, const uint32_t (&pairs)[4]) {
+  std::memcpy(static_cast<void*>(address), pairs, sizeof pairs);
+}
 
 } // namespace thresher::cuda::sm90

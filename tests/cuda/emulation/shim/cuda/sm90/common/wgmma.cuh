@@ -32,15 +32,21 @@ float operand_value(uint16_t bits) {
 }
 template <class T, int kTransA, int kTransB, int kCount>
 void products_ss(float (&d)[kCount], uint64_t a, uint64_t b, int accumulate) {
-  emulation::machine().product({d, kCount, {a, kTransA != 0}, {b, kTransB != 0}, false, {},
-                                accumulate != 0, operand_value<T>});
+  emulation::machine().product({d,
+                                kCount,
+                                {a, kTransA != 0},
+                                {b, kTransB != 0},
+                                false,
+                                {},
+                                accumulate != 0,
+                                operand_value<T>});
 }
-// A lane's words: (row lane / 4, columns 2 (lane % 4) and the next), the same 8 rows down, then both
-// 8 columns on.
+// A lane's words: (row lane / 4, columns 2 (lane % 4) and the next), the same 8 rows down, then
+// both 8 columns on.
 template <class T, int kTransB, int kCount>
 void products_rs(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  emulation::Product product = {d, kCount, {}, {b, kTransB != 0}, true, {},
-                                accumulate != 0, operand_value<T>};
+  emulation::Product product = {
+      d, kCount, {}, {b, kTransB != 0}, true, {}, accumulate != 0, operand_value<T>};
   const int quad = emulation::machine().thread_index().x & 28;
   for (int word = 0; word < 4; ++word) {
     uint32_t all[32];
